@@ -16,7 +16,7 @@ Errors are those of :mod:`gpurt.errors`, all of them ``RuntimeError``. Every met
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -173,7 +173,7 @@ class GPUBackend(ABC):
         return view.nbytes
 
     @asynccontextmanager
-    async def allocation(self, device_id: str, size_bytes: int) -> AsyncIterator[MemoryHandle]:
+    async def allocation(self, device_id: str, size_bytes: int) -> AsyncGenerator[MemoryHandle]:
         """``async with backend.allocation("cuda:0", n) as handle:`` — freed at the end, also on error and cancel."""
         handle = await self.allocate(device_id, size_bytes)
         try:

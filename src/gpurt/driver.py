@@ -99,7 +99,7 @@ class Driver(ABC):
         """Which error of gpurt this library exception means; None leaves it to the shell."""
         return OutOfMemory if isinstance(exc, MemoryError) else None
 
-    def detach(self, index: int) -> None:
+    def detach(self, index: int) -> None:  # noqa: B027  (optional: most libraries have nothing to undo)
         """Undo ``attach`` on the calling thread before it ends."""
 
     def trim(self, index: int) -> int:

@@ -1,0 +1,308 @@
+"""Dispatcher: carries blocking driver calls to lanes and brings their outcomes back to the event loop.
+
+Which lane a call takes follows from the driver's ``threading`` capability. Here live the rules that hold for every
+call: cancellation, the hang clock, error translation. What the calls mean is :mod:`gpurt.shell`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
+
+import anyio
+
+from gpurt.driver import Driver
+from gpurt.errors import DeviceLost, DeviceUnresponsive, GPUError
+from gpurt.lane import Job, Lane, Mailbox
+from gpurt.order import Chain, Order, Queue
+
+T = TypeVar("T")
+
+QueueName = Literal["control", "telemetry", "memory", "h2d", "d2h", "small", "peer", "sync"]
+"""What a call is for. Each is a lane of its own where the driver allows it: both copy directions then run at once,
+and a small copy, an allocation or a reading never waits behind a large load."""
+
+log = logging.getLogger("gpurt.dispatch")
+
+_WATCH_FLOOR_S: Final = 0.005  # the hang clock is not looked at more often than this
+
+
+class Dispatcher:
+    """Lanes of one opened driver, bound to one event loop.
+
+    Args:
+        driver: whose methods the calls run; asked only for ``threading``, ``attach``, ``detach``, ``classify``.
+        loop: the loop that awaits.
+        hang_after: seconds in the driver after which a device counts as unresponsive.
+        max_pending: jobs in one lane at a time; later callers wait, in order.
+        on_background_error: gets errors of calls whose caller has gone away; any thread.
+        on_state_change: called on the loop when a device starts or stops being unresponsive or is lost.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        hang_after: float,
+        max_pending: int,
+        on_background_error: Callable[[BaseException], None],
+        on_state_change: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._driver = driver
+        self._loop = loop
+        self._hang_after = hang_after
+        self._max_pending = max_pending
+        self._on_background_error = on_background_error
+        self._on_state_change = on_state_change
+        self._clock = clock
+        self._mailbox = Mailbox(loop)
+        self._order = Order()
+        self._queues: dict[tuple[int, str], Queue] = {}
+        self._attached: dict[Lane, set[int]] = {}
+        self._lost: dict[int, GPUError] = {}
+        self._hung: set[int] = set()
+        self._watch: asyncio.TimerHandle | None = None
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve another loop; the old one is closed. Calls still under way are settled by their lanes."""
+        if loop is not self._loop:
+            self._loop = loop
+            self._mailbox = Mailbox(loop)
+            self._watch = None
+
+    # Submitting and awaiting
+
+    def submit(
+        self,
+        index: int | None,
+        queue_name: QueueName,
+        call: Callable[[Job], Any],
+        *,
+        chains: Iterable[Chain] = (),
+        also_device: int | None = None,
+        after_device: bool = False,
+        undo: Callable[[Any], None] | None = None,
+    ) -> Job:
+        """Take a place in the order, now. Pass the job to ``outcome`` next, or to ``detach``.
+
+        Args:
+            index: the device whose lane runs the call; None for the control lane.
+            chains: order of the allocations that the call touches.
+            also_device: a second device that the call occupies.
+            after_device: wait for everything outstanding on the device first.
+            undo: see :class:`gpurt.lane.Job`.
+        """
+        queue, attached = self._queue(index, queue_name)
+
+        def on_lane(job: Job) -> Any:
+            if index is not None and index not in attached:
+                self._driver.attach(index)
+                attached.add(index)
+            return call(job)
+
+        devices = () if index is None else (index,) if also_device in (None, index) else (index, also_device)
+        job = Job(
+            on_lane,
+            undo=undo,
+            mailbox=self._mailbox,
+            device_indexes=devices,
+            on_orphan_error=self._on_background_error,
+        )
+        job.future = self._loop.create_future()
+        self._order.submit(job, queue, chains=chains, after_devices=devices if after_device else ())
+        if self._watch is None:
+            self._arm(self._hang_after)
+        return job
+
+    async def outcome(self, job: Job, *, droppable: bool = True, wait_out: bool = False) -> Any:
+        """Wait for a submitted job and return its value.
+
+        Args:
+            droppable: a cancelled job that has not started is dropped; otherwise it runs all the same.
+            wait_out: a cancelled job that has started is waited for before the cancellation goes on, because
+                it writes into memory that belongs to the caller.
+
+        Raises:
+            The call's own exception, not translated; ``DeviceUnresponsive`` or ``DeviceLost`` when the device
+            fails meanwhile.
+        """
+        assert job.future is not None
+        try:
+            await job.future
+        except BaseException as exc:
+            # Also when the result is there already and asyncio drops it: look at the job, not at the future.
+            await self._leave(job, droppable=droppable, wait_out=wait_out and not isinstance(exc, GeneratorExit))
+            raise
+        if not job.finished:
+            assert job.interruption is not None
+            await self._leave(job, droppable=droppable, wait_out=wait_out)
+            raise job.interruption
+        return job.take()
+
+    async def _leave(self, job: Job, *, droppable: bool, wait_out: bool) -> None:
+        if not droppable:
+            job.disown()
+            return
+        undo = job.abandon()
+        if undo is not None:
+            self._order.submit(Job(lambda _: undo(), on_orphan_error=self._on_background_error), self._undo_queue(job))
+        if wait_out:
+            await self._settled(job)
+
+    async def _settled(self, job: Job) -> None:
+        """Wait until the driver has let go of the job, whatever is cancelled meanwhile, in either dialect."""
+        # anyio cancels again on every turn of the loop unless shielded; asyncio cancels once per request.
+        with anyio.CancelScope(shield=True):
+            while not job.finished:
+                job.future = self._loop.create_future()
+                try:
+                    await asyncio.wait({job.future})
+                except asyncio.CancelledError:
+                    continue
+
+    def _undo_queue(self, job: Job) -> Queue:
+        # What a job produced is given back on the lane that made it: for a thread-affine library any other
+        # thread would be wrong.
+        assert job.queue is not None
+        return job.queue
+
+    # Device state
+
+    def check(self, index: int, device_id: str) -> None:
+        """Raise what a new call on this device must fail with, if anything."""
+        if index in self._lost:
+            raise self._gone(index, device_id)
+        if self._hung and index in self._hung_now():
+            raise self._unresponsive(index, device_id)
+
+    def lost(self, index: int) -> GPUError | None:
+        """Why the device is lost, or None."""
+        return self._lost.get(index)
+
+    def unresponsive(self, index: int) -> bool:
+        return index in self._hung_now()
+
+    def mark_lost(self, index: int, error: GPUError) -> None:
+        """The device is gone. Sticky; everybody who waits for it is told."""
+        if index in self._lost:
+            return
+        self._lost[index] = error
+        self._interrupt(index, self._gone)
+        self._on_state_change(index)
+
+    def _gone(self, index: int, device_id: str | None = None) -> DeviceLost:
+        return DeviceLost(
+            f"the device is lost: {self._lost[index].message}",
+            backend=self._driver.name,
+            device_id=device_id or f"{self._driver.name}:{index}",
+            hint="shut the backend down and initialise it again to use its other devices or to retry",
+        )
+
+    def _unresponsive(self, index: int, device_id: str | None = None) -> DeviceUnresponsive:
+        return DeviceUnresponsive(
+            f"the driver has not returned for more than {self._hang_after:g} s",
+            backend=self._driver.name,
+            device_id=device_id or f"{self._driver.name}:{index}",
+            hint="other devices go on; the state clears if the driver returns; see hang_after",
+        )
+
+    def _hung_now(self) -> set[int]:
+        now = self._clock()
+        hung: set[int] = set()
+        for queue in self._queues.values():
+            since, job = queue.lane.running_since, queue.lane.running
+            if since is not None and job is not None and now - since >= self._hang_after:
+                hung.update(job.device_indexes)
+        return hung
+
+    def _interrupt(self, index: int, error: Callable[[int], BaseException]) -> None:
+        # An error of its own for each: callers add their context to what they catch.
+        for job in self._order.outstanding(index):
+            if job.future is not None and not job.future.done() and not job.finished:
+                job.interruption = error(index)
+                job.future.set_result(None)
+
+    def _arm(self, delay: float) -> None:
+        self._watch = self._loop.call_later(max(delay, _WATCH_FLOOR_S), self._look)
+
+    def _look(self) -> None:
+        """The hang clock. Ticks only while something is outstanding."""
+        self._watch = None
+        hung = self._hung_now()
+        changed = hung ^ self._hung
+        self._hung = hung
+        for index in hung:
+            self._interrupt(index, self._unresponsive)
+        for index in changed:
+            self._on_state_change(index)
+        if not self._order.outstanding():
+            return
+        now = self._clock()
+        starts = [queue.lane.running_since for queue in self._queues.values()]
+        ages = [now - since for since in starts if since is not None]
+        young = [self._hang_after - age for age in ages if age < self._hang_after]
+        # While a device hangs, look often enough to see it come back.
+        self._arm(min([*young, self._hang_after, 1.0] if hung else [*young, self._hang_after]))
+
+    # Lanes
+
+    def _queue(self, index: int | None, name: QueueName) -> tuple[Queue, set[int]]:
+        mode = self._driver.capabilities.threading
+        if mode == "backend":
+            key = (-1, "all")
+        elif index is None:
+            key = (-1, "control")
+        elif mode == "device":
+            key = (index, "telemetry" if name == "telemetry" else "main")
+        else:
+            key = (index, name)
+        queue = self._queues.get(key)
+        if queue is None:
+            parts = [str(part) for part in key if part not in (-1, "all")]
+            attached: set[int] = set()
+            lane = Lane(
+                ":".join(["gpurt", self._driver.name, *parts]),
+                on_done=self._order.done,
+                on_stop=partial(self._detach, attached),
+                clock=self._clock,
+            )
+            self._attached[lane] = attached
+            queue = self._queues[key] = Queue(lane, self._max_pending)
+        return queue, self._attached[queue.lane]
+
+    def _detach(self, attached: set[int]) -> None:
+        for index in attached:
+            try:
+                self._driver.detach(index)
+            except Exception as exc:
+                self._on_background_error(exc)
+
+    # The end
+
+    async def drain(self) -> None:
+        """Wait until nothing is outstanding."""
+        loop, idle = self._loop, asyncio.Event()
+
+        def wake() -> None:
+            # The loop may close before a left-behind call returns; then nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(idle.set)
+
+        self._order.when_idle(wake)
+        await idle.wait()
+
+    def stop(self) -> None:
+        """Stop every lane; nothing is sent any more. Calls still inside the driver are left to themselves."""
+        self._order.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        for queue in self._queues.values():
+            queue.lane.stop()

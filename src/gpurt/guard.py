@@ -1,0 +1,244 @@
+"""GuardedBackend: the door of every driver backend, and its way out.
+
+Every public method comes in through a check here: right process, open, right loop, known device, live handle, device
+not lost. Every library failure leaves as an error of :mod:`gpurt.errors`, with its cause chained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpurt.backend import GPUBackend
+from gpurt.dispatch import Dispatcher
+from gpurt.driver import Driver
+from gpurt.errors import (
+    BackendClosed,
+    DeviceLost,
+    DeviceNotFound,
+    DeviceUnresponsive,
+    GPUError,
+    OutOfMemory,
+    TransferFailed,
+    WrongLoop,
+)
+from gpurt.lane import Job
+from gpurt.memory.handles import Allocation, HandleTable
+from gpurt.memory.ledger import Ledger
+from gpurt.types import DeviceState, GPUDevice, MemoryHandle
+
+log = logging.getLogger("gpurt.guard")
+
+
+class GuardedBackend(GPUBackend):
+    """State of a driver backend and the checks around it. Arguments: see :class:`gpurt.shell.DriverBackend`."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        memory_limit: int | Mapping[str, int] | None = None,
+        hang_after: float = 30.0,
+        max_pending: int = 1024,
+        on_background_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        if not hang_after > 0:
+            raise ValueError(f"hang_after must be positive seconds, not {hang_after!r}")
+        if max_pending < 1:
+            raise ValueError(f"max_pending must be at least 1, not {max_pending!r}")
+        limits = memory_limit.values() if isinstance(memory_limit, Mapping) else (memory_limit,)
+        if any(limit is not None and limit < 0 for limit in limits):
+            raise ValueError(f"memory_limit must not be negative: {memory_limit!r}")
+        self.driver = driver
+        self.ledger = Ledger()
+        self.state_listeners: list[Callable[[GPUDevice], None]] = []
+        """Called on the event loop with a device whose state has changed (unresponsive, lost, back)."""
+        self._memory_limit = memory_limit
+        self._hang_after = hang_after
+        self._max_pending = max_pending
+        self._on_background_error = on_background_error or _log_background_error
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dispatch: Dispatcher | None = None
+        self._devices: tuple[GPUDevice, ...] = ()
+        self._index: dict[str, int] = {}
+        self._handles = HandleTable()
+        self._opening: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._open = False
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.driver.name
+
+    @property
+    def generation(self) -> int:
+        """Random number in every handle of this opening of the backend."""
+        return self._handles.generation
+
+    @property
+    def live_handles(self) -> int:
+        """Allocations not yet given back."""
+        return len(self._handles)
+
+    # Devices
+
+    @property
+    def devices(self) -> tuple[GPUDevice, ...]:
+        return tuple(self._present(index) for index in range(len(self._devices)))
+
+    async def list_devices(self) -> tuple[GPUDevice, ...]:
+        self._enter()
+        return self.devices
+
+    async def get_device(self, device_id: str) -> GPUDevice | None:
+        self._enter()
+        index = self._index.get(device_id)
+        return None if index is None else self._present(index)
+
+    def _present(self, index: int) -> GPUDevice:
+        device, dispatch = self._devices[index], self._dispatch
+        if dispatch is None:
+            return device
+        lost = dispatch.lost(index)
+        if lost is not None:
+            change = {"state": DeviceState.LOST, "state_reason": str(lost), "usable": False}
+        elif dispatch.unresponsive(index):
+            reason = f"the driver has not returned for more than {self._hang_after:g} s"
+            change = {"state": DeviceState.UNRESPONSIVE, "state_reason": reason, "usable": False}
+        else:
+            return device
+        return device.model_copy(update=change)
+
+    def _state_changed(self, index: int) -> None:
+        if not self._open:
+            return
+        device = self._present(index)
+        for listener in list(self.state_listeners):
+            try:
+                listener(device)
+            except Exception as exc:  # a listener's fault must not stop the hang clock
+                self._on_background_error(exc)
+
+    # The door
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GPUError(
+                "the backend was made in the parent process", backend=self.name, hint="create backends after fork"
+            )
+
+    def _wrong_loop(self) -> WrongLoop:
+        return WrongLoop(
+            "the backend belongs to another event loop",
+            backend=self.name,
+            hint="use it on the loop that ran initialize(), or shut it down there first",
+        )
+
+    def _enter(self) -> Dispatcher:
+        self._check_process()
+        dispatch = self._dispatch
+        if not self._open or dispatch is None:
+            raise BackendClosed("the backend is not open", backend=self.name, hint="await backend.initialize()")
+        if asyncio.get_running_loop() is not self._loop:
+            raise self._wrong_loop()
+        return dispatch
+
+    def _enter_device(self, device_id: str) -> tuple[Dispatcher, int]:
+        dispatch = self._enter()
+        index = self._index.get(device_id) if isinstance(device_id, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        if index is None:
+            raise DeviceNotFound(f"no device {device_id!r}; there are: {', '.join(self._index)}", backend=self.name)
+        dispatch.check(index, device_id)
+        return dispatch, index
+
+    def _enter_handle(self, handle: MemoryHandle, operation: str) -> tuple[Dispatcher, Allocation]:
+        dispatch = self._enter()
+        with self._checking(None, operation):
+            allocation = self._handles.get(handle)
+        dispatch.check(allocation.index, handle.device_id)
+        return dispatch, allocation
+
+    def _checking(self, index: int | None, operation: str) -> _Checking:
+        return _Checking(self.name, None if index is None else self._devices[index].device_id, operation)
+
+    # The way out
+
+    async def _outcome(
+        self,
+        job: Job,
+        index: int,
+        operation: str,
+        *,
+        failure: type[GPUError] = TransferFailed,
+        requested: int | None = None,
+        also_index: int | None = None,
+        droppable: bool = True,
+        wait_out: bool = False,
+    ) -> Any:
+        """Await a job; a failure becomes the error of ours that it means, ``failure`` where nothing else fits."""
+        dispatch = self._dispatch
+        assert dispatch is not None
+        try:
+            return await dispatch.outcome(job, droppable=droppable, wait_out=wait_out)
+        except Exception as exc:
+            error = await self._translate(exc, index, operation, failure, requested)
+            if isinstance(error, DeviceLost) and not isinstance(error, DeviceUnresponsive):
+                dispatch.mark_lost(index, error)
+                if also_index is not None:
+                    dispatch.mark_lost(also_index, error)
+            if error is exc:
+                raise
+            raise error from exc
+
+    async def _translate(
+        self, exc: Exception, index: int, operation: str, failure: type[GPUError], requested: int | None
+    ) -> GPUError:
+        device_id = self._devices[index].device_id
+        context: dict[str, Any] = {"backend": self.name, "device_id": device_id, "operation": operation}
+        if isinstance(exc, GPUError):
+            for name, value in context.items():
+                if getattr(exc, name) is None:
+                    setattr(exc, name, value)
+            return exc
+        kind = self.driver.classify(exc) or failure
+        if issubclass(kind, OutOfMemory):
+            context |= await self._memory_numbers(device_id, requested or 0)
+        return kind(str(exc) or type(exc).__name__, **context)
+
+    async def _memory_numbers(self, device_id: str, requested: int) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"requested_bytes": requested, "pooled_bytes": 0}
+        numbers["limit_bytes"] = self.ledger.usage(device_id).limit_bytes
+        # The numbers are a help; the failure itself is what must get out, so a second one is let go.
+        with contextlib.suppress(GPUError):
+            info = await self.get_device_memory_info(device_id)
+            numbers |= {"free_bytes": info.available_bytes, "total_bytes": info.total_bytes}
+        return numbers
+
+    def _is_out_of_memory(self, exc: Exception) -> bool:
+        kind = type(exc) if isinstance(exc, GPUError) else self.driver.classify(exc)
+        return kind is not None and issubclass(kind, OutOfMemory)
+
+
+class _Checking:
+    """Adds backend, device and operation to an error that a check raised without knowing them."""
+
+    def __init__(self, backend: str, device_id: str | None, operation: str) -> None:
+        self._context = {"backend": backend, "device_id": device_id, "operation": operation}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, GPUError):
+            for name, value in self._context.items():
+                if getattr(exc, name) is None:
+                    setattr(exc, name, value)
+
+
+def _log_background_error(exc: BaseException) -> None:
+    log.error("a driver call failed after its caller had gone: %s", exc, exc_info=exc)

@@ -1,0 +1,169 @@
+"""Opening and closing a driver: lanes, devices and handles come and go together.
+
+An instance can be opened and closed many times in one process, each time on another event loop. A cancelled open is
+undone; a cancelled shutdown goes on; a driver that hangs costs its threads, never the process's exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from gpurt.dispatch import Dispatcher
+from gpurt.driver import Driver
+from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
+from gpurt.guard import GuardedBackend
+from gpurt.lane import NOTHING, Job
+from gpurt.memory.handles import Allocation, HandleTable
+from gpurt.types import GPUDevice
+
+log = logging.getLogger("gpurt.lifecycle")
+
+
+class DriverLifecycle(GuardedBackend):
+    """Adds ``initialize`` and ``shutdown``."""
+
+    async def initialize(self) -> None:
+        self._check_process()
+        loop = asyncio.get_running_loop()
+        await self._settle(loop)
+        if self._open:
+            if self._loop is loop:
+                return
+            await self.shutdown()  # its loop is closed: start afresh
+        self._loop = loop
+        opening = self._opening = loop.create_future()
+        try:
+            await self._open_driver(loop)
+        finally:
+            self._opening = None
+            opening.set_result(None)
+
+    async def _settle(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for an initialize or a shutdown under way. Refuse a loop that is not ours while ours lives."""
+        while True:
+            if self._loop is not None and self._loop is not loop:
+                if not self._loop.is_closed() and (self._open or self._opening or self._closing):
+                    raise self._wrong_loop()
+                self._opening = self._closing = None
+            pending = self._opening or self._closing
+            if pending is None:
+                return
+            await asyncio.wait({pending})
+
+    async def _open_driver(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._dispatch is None:
+            self._dispatch = Dispatcher(
+                self.driver,
+                loop,
+                hang_after=self._hang_after,
+                max_pending=self._max_pending,
+                on_background_error=self._on_background_error,
+                on_state_change=self._state_changed,
+            )
+        dispatch = self._dispatch
+        dispatch.rebind(loop)
+
+        def undo(value: Any) -> None:
+            if value is not NOTHING:
+                self.driver.close()
+
+        job = dispatch.submit(None, "control", lambda _: _open(self.driver), undo=undo)
+        try:
+            devices: tuple[GPUDevice, ...] = await dispatch.outcome(job)
+        except Exception as exc:
+            # Only a failed open ends its lanes. A cancelled one leaves them: the next open queues behind it.
+            dispatch.stop()
+            self._dispatch = None
+            if isinstance(exc, BackendUnavailable):
+                exc.backend = exc.backend or self.name
+                raise
+            reason = ReasonCode.NO_LIBRARY if isinstance(exc, ImportError) else ReasonCode.ERROR
+            raise BackendUnavailable(f"{type(exc).__name__}: {exc}", reason=reason, backend=self.name) from exc
+        limit = self._memory_limit
+        self._devices = devices
+        self._index = {device.device_id: index for index, device in enumerate(devices)}
+        self._handles = HandleTable()
+        self.ledger.open({name: limit.get(name) if isinstance(limit, Mapping) else limit for name in self._index})
+        self._open = True
+
+    # Closing
+
+    async def shutdown(self, *, timeout: float | None = 10) -> None:
+        self._check_process()
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            if not self._loop.is_closed() and (self._open or self._opening or self._closing):
+                raise self._wrong_loop()
+            self._opening = self._closing = None
+        if self._closing is None:
+            if self._dispatch is None:
+                return
+            self._loop = loop
+            self._dispatch.rebind(loop)
+            # A task of its own: a cancelled caller leaves, the work goes on, and awaiting again rejoins it.
+            self._closing = loop.create_task(self._close(self._dispatch, timeout), name=f"gpurt:{self.name}:shutdown")
+        await asyncio.shield(self._closing)
+
+    async def _close(self, dispatch: Dispatcher, timeout: float | None) -> None:
+        was_open, self._open = self._open, False
+        leaked = list(self._handles)
+        if leaked:
+            _warn_leaks(self.name, leaked)
+        try:
+            if was_open:
+                async with asyncio.timeout(timeout):
+                    await self._close_driver(dispatch, leaked)
+        except TimeoutError:
+            log.warning("%s: driver calls still run after %s s; their threads are left behind", self.name, timeout)
+        except Exception as exc:
+            self._on_background_error(exc)
+        finally:
+            dispatch.stop()
+            self._dispatch = None
+            self._handles = HandleTable()
+            self._devices, self._index = (), {}
+            self._closing = None
+
+    async def _close_driver(self, dispatch: Dispatcher, leaked: list[Allocation]) -> None:
+        await dispatch.drain()
+        for job in [self._submit_free(dispatch, one) for one in leaked if not dispatch.lost(one.index)]:
+            try:
+                await dispatch.outcome(job, droppable=False)
+            except GPUError as exc:
+                self._on_background_error(exc)
+        await dispatch.outcome(dispatch.submit(None, "control", lambda _: self.driver.close()), droppable=False)
+
+    def _submit_free(self, dispatch: Dispatcher, allocation: Allocation) -> Job:
+        """From here on the handle is dead; the memory goes when everything submitted on it is done."""
+        self._handles.remove(allocation)
+        handle, token, ledger = allocation.handle, allocation.token, self.ledger
+
+        def free(_: Job) -> None:
+            try:
+                self.driver.free(allocation.index, token)
+            finally:
+                ledger.release(handle.device_id, handle.size_bytes)
+
+        return dispatch.submit(allocation.index, "memory", free, chains=(allocation.chain,))
+
+
+def _open(driver: Driver) -> tuple[GPUDevice, ...]:
+    """Control lane: open the library, refuse when it has nothing to offer."""
+    # anyio loads its asyncio half on first use, which would stall the loop for 0.1 s in the middle of a cancellation.
+
+    devices = tuple(driver.open())
+    if not devices:
+        driver.close()
+        raise BackendUnavailable("the library works and lists no device", reason=ReasonCode.NO_DEVICE)
+    return devices
+
+
+def _warn_leaks(name: str, leaked: list[Allocation]) -> None:
+    nbytes = sum(allocation.handle.size_bytes for allocation in leaked)
+    viewed = sum(1 for allocation in leaked if allocation.open_views)
+    text = f"{name}: {len(leaked)} allocations of {nbytes:,} bytes were never deallocated"
+    warnings.warn(text + (f", {viewed} of them with open views" if viewed else ""), ResourceWarning, stacklevel=2)

@@ -1,0 +1,120 @@
+"""The table of live handles, and the checks that stand between a user's arguments and a vendor library.
+
+Most libraries abort the process on a bad handle or range, so nothing reaches them that was not checked here: type,
+generation, liveness, device, bounds, alignment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gpurt.errors import InvalidHandle, OutOfRange
+from gpurt.order import Chain
+from gpurt.types import MemoryHandle
+
+if TYPE_CHECKING:
+    from gpurt.memory.views import DeviceView
+
+
+class Allocation:
+    """A live allocation: the handle that users hold, the driver's token, and what happens to it."""
+
+    __slots__ = ("_views", "chain", "handle", "index", "token")
+
+    def __init__(self, handle: MemoryHandle, index: int, token: Any) -> None:
+        self.handle = handle
+        self.index = index
+        self.token = token
+        self.chain = Chain()
+        self._views: list[DeviceView] = []
+
+    @property
+    def open_views(self) -> int:
+        """Views, and arrays made from them, that still look into this memory."""
+        self._views = [view for view in self._views if view.in_use]
+        return len(self._views)
+
+    def add_view(self, view: DeviceView) -> None:
+        self._views.append(view)
+
+
+class HandleTable:
+    """Live allocations of one backend instance, by handle."""
+
+    def __init__(self) -> None:
+        # Random, so that a handle of another instance, process or run is refused instead of hitting a neighbour.
+        self.generation = secrets.randbits(63)
+        self._ids = itertools.count(1)
+        self._live: dict[int, Allocation] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        return iter(list(self._live.values()))
+
+    def add(self, device_id: str, index: int, size_bytes: int, token: Any) -> Allocation:
+        handle = MemoryHandle(next(self._ids), device_id, size_bytes, self.generation)
+        allocation = self._live[handle.handle_id] = Allocation(handle, index, token)
+        return allocation
+
+    def get(self, handle: MemoryHandle) -> Allocation:
+        """The live allocation that ``handle`` names.
+
+        Raises:
+            InvalidHandle: and says which kind of wrong it is.
+        """
+        if not isinstance(handle, MemoryHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidHandle(f"{type(handle).__name__} is not a MemoryHandle")
+        if handle.generation != self.generation:
+            raise InvalidHandle(
+                "the handle belongs to another backend instance, process or run", device_id=str(handle.device_id)
+            )
+        allocation = self._live.get(handle.handle_id)
+        if allocation is None:
+            raise InvalidHandle("the handle was freed already", device_id=str(handle.device_id))
+        if allocation.handle != handle:
+            raise InvalidHandle("the handle was tampered with", device_id=str(handle.device_id))
+        return allocation
+
+    def remove(self, allocation: Allocation) -> None:
+        del self._live[allocation.handle.handle_id]
+
+
+def whole_number(value: object, what: str) -> int:
+    """``value`` as an int; NumPy integers are welcome, booleans and floats are not.
+
+    Raises:
+        OutOfRange: not an integer.
+    """
+    if isinstance(value, bool):
+        raise OutOfRange(f"{what} must be an integer, not bool")
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise OutOfRange(f"{what} must be an integer, not {type(value).__name__}") from None
+
+
+def check_range(allocation: Allocation, offset: object, size: object, alignment: int) -> tuple[int, int]:
+    """Offset and size of a range inside an allocation, in bytes.
+
+    Raises:
+        OutOfRange: negative, past the end, or not aligned as the library needs it.
+    """
+    start, count = whole_number(offset, "offset_bytes"), whole_number(size, "size_bytes")
+    total = allocation.handle.size_bytes
+    if start < 0 or count < 0 or start + count > total:
+        raise OutOfRange(
+            f"{count:,} bytes at offset {start:,} are not inside the allocation of {total:,} bytes",
+            device_id=allocation.handle.device_id,
+        )
+    if alignment > 1 and (start % alignment or (count % alignment and start + count != total)):
+        raise OutOfRange(
+            f"this library needs offsets and sizes in multiples of {alignment} bytes; got {count:,} at {start:,}",
+            device_id=allocation.handle.device_id,
+        )
+    return start, count

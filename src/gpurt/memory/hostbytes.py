@@ -1,0 +1,42 @@
+"""New ``bytes`` that a driver can fill directly, without the GIL and without a second copy.
+
+``bytes(memoryview)`` and ``ndarray.tobytes()`` hold the GIL for the whole copy and stall the event loop however
+many threads there are. CPython documents that a bytes object made by ``PyBytes_FromStringAndSize(NULL, n)`` may be
+written until it is published, so we make one and let the driver's GIL-free copy write into it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Final
+
+# Below this the copy is cheaper than the detour, and one-byte objects may be shared singletons.
+_DIRECT_MIN_BYTES: Final = 1 << 16
+_PyBUF_WRITE: Final = 0x200
+
+
+@cache
+def _direct() -> tuple[Callable[[None, int], bytes], Callable[[int, int, int], memoryview]]:
+    api = ctypes.pythonapi
+    new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)
+    view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    return (  # pyright: ignore[reportReturnType]
+        new_bytes(("PyBytes_FromStringAndSize", api)),
+        view_memory(("PyMemoryView_FromMemory", api)),
+    )
+
+
+def read_bytes(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
+    """``nbytes`` of new bytes with contents by ``fill(writable memoryview of unsigned bytes)``."""
+    if nbytes < _DIRECT_MIN_BYTES or sys.implementation.name != "cpython":
+        buffer = bytearray(nbytes)
+        fill(memoryview(buffer))
+        return bytes(buffer)
+    new_bytes, view_memory = _direct()
+    result = new_bytes(None, nbytes)
+    # The characters end one byte (the terminating NUL) before the end of the object's fixed part.
+    fill(view_memory(id(result) + bytes.__basicsize__ - 1, nbytes, _PyBUF_WRITE).cast("B"))
+    return result

@@ -1,0 +1,137 @@
+"""Order: which job may go to its lane now.
+
+Effects on one allocation happen in submission order, although its jobs may belong to different lanes (a write,
+a read and a free each have their own). No lane thread ever waits for another: a job whose allocation still has
+work on another lane is *parked* here and sent when that work completes. Work on the same lane needs no parking,
+since a lane is first in first out.
+
+A dropped job keeps its place in the chain until its turn comes, so that what was submitted after it cannot
+overtake what was submitted before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from gpurt.lane import Job, Lane
+
+
+class Chain:
+    """The jobs of one allocation, as far as order needs them: the last one submitted."""
+
+    __slots__ = ("tail",)
+
+    def __init__(self) -> None:
+        self.tail: Job | None = None
+
+
+class Queue:
+    """A lane and its bound: at most ``max_pending`` jobs are in the lane, later ones are held back in order."""
+
+    __slots__ = ("held", "lane", "max_pending", "pending")
+
+    def __init__(self, lane: Lane, max_pending: int) -> None:
+        self.lane = lane
+        self.max_pending = max_pending
+        self.pending = 0
+        self.held: deque[Job] = deque()
+
+
+class Order:
+    """Admission of jobs to lanes. ``submit`` is called by users, ``done`` by every lane after every job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # dict as an ordered set: a device's outstanding jobs in submission order
+        self._outstanding: dict[Job, None] = {}
+        self._closed = False
+        self._on_idle: Callable[[], None] | None = None
+
+    def submit(
+        self, job: Job, queue: Queue, *, chains: Iterable[Chain] = (), after_devices: Iterable[int] = ()
+    ) -> None:
+        """Take ``job``'s place in the order and send it as soon as nothing before it is in its way.
+
+        Args:
+            chains: the allocations that the job touches.
+            after_devices: devices all of whose outstanding jobs must complete first.
+        """
+        with self._lock:
+            job.queue = queue
+            earlier: set[Job] = {chain.tail for chain in chains if chain.tail is not None}
+            devices = frozenset(after_devices)
+            if devices:
+                earlier.update(other for other in self._outstanding if not devices.isdisjoint(other.device_indexes))
+            for other in earlier:
+                if other.complete or (other.sent and other.queue is queue):
+                    continue
+                other.dependents.append(job)
+                job.blockers += 1
+            for chain in chains:
+                chain.tail = job
+            self._outstanding[job] = None
+            if not job.blockers:
+                skipped: list[Job] = []
+                self._send(job, skipped)
+                for other in skipped:
+                    self._complete(other)
+
+    def done(self, job: Job) -> None:
+        """Lane thread: ``job`` has left the driver, or was skipped. Sends what waited for it."""
+        with self._lock:
+            self._complete(job)
+            if self._on_idle is not None and not self._outstanding:
+                on_idle, self._on_idle = self._on_idle, None
+                on_idle()
+
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Call back once when nothing is outstanding; at once if so now, else on a lane's thread. One at a time."""
+        with self._lock:
+            if self._outstanding:
+                self._on_idle = callback
+            else:
+                callback()
+
+    def close(self) -> None:
+        """Send nothing more: what still comes up is skipped, as if dropped. For lanes that are left behind."""
+        with self._lock:
+            self._closed = True
+
+    def outstanding(self, device_index: int | None = None) -> list[Job]:
+        """Jobs submitted and not complete, in submission order; of one device or of all."""
+        with self._lock:
+            return [job for job in self._outstanding if device_index is None or device_index in job.device_indexes]
+
+    def _complete(self, job: Job) -> None:
+        completed = [job]
+        while completed:
+            job = completed.pop()
+            job.complete = True
+            self._outstanding.pop(job, None)
+            queue = job.queue
+            assert queue is not None
+            queue.pending -= 1
+            ready = [other for other in job.dependents if other.unblock()]
+            job.dependents = []
+            if queue.held:
+                self._put(queue.held.popleft(), queue, completed)
+            for other in ready:
+                self._send(other, completed)
+
+    def _send(self, job: Job, skipped: list[Job]) -> None:
+        queue = job.queue
+        assert queue is not None
+        job.sent = True
+        if queue.held or queue.pending >= queue.max_pending:
+            queue.held.append(job)
+        else:
+            self._put(job, queue, skipped)
+
+    def _put(self, job: Job, queue: Queue, skipped: list[Job]) -> None:
+        queue.pending += 1
+        if self._closed:
+            skipped.append(job)
+        else:
+            queue.lane.put(job)
