@@ -1,0 +1,37 @@
+"""Event-loop matrix and a watch for blocking calls, for every test."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from gpurt.testing.loops import loop_factories
+
+LOOP_MATRIX = {"conformance"}
+"""Folders whose async tests run on every loop. Others ask with ``@pytest.mark.asyncio(loop_factories=[…])``."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    marker = item.get_closest_marker("asyncio")
+    asked = marker is not None and "loop_factories" in marker.kwargs
+    if asked or item.path.parent.name in LOOP_MATRIX:
+        return loop_factories()
+    return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A call from gpurt that blocks the loop (sleep, file, socket, contended lock) fails the test."""
+    if not inspect.iscoroutinefunction(getattr(request, "function", None)):
+        yield
+        return
+    # The kit stops the loop on purpose, to catch a task between its result and its resumption.
+    with blockbuster_ctx("gpurt", excluded_modules=["gpurt.testing"]):
+        yield

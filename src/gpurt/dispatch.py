@@ -29,6 +29,9 @@ and a small copy, an allocation or a reading never waits behind a large load."""
 
 log = logging.getLogger("gpurt.dispatch")
 
+CONTROL: Final = -1
+"""Stands for the library itself where a device index is expected: opening and closing have a hang clock too."""
+
 _WATCH_FLOOR_S: Final = 0.005  # the hang clock is not looked at more often than this
 
 
@@ -90,7 +93,7 @@ class Dispatcher:
         after_device: bool = False,
         undo: Callable[[Any], None] | None = None,
     ) -> Job:
-        """Take a place in the order, now. Pass the job to ``outcome`` next, or to ``detach``.
+        """Take a place in the order, now. Pass the job to ``finished`` next, or ``disown`` it.
 
         Args:
             index: the device whose lane runs the call; None for the control lane.
@@ -107,7 +110,8 @@ class Dispatcher:
                 attached.add(index)
             return call(job)
 
-        devices = () if index is None else (index,) if also_device in (None, index) else (index, also_device)
+        first = CONTROL if index is None else index
+        devices = (first,) if also_device in (None, index) else (first, also_device)
         job = Job(
             on_lane,
             undo=undo,
@@ -121,8 +125,8 @@ class Dispatcher:
             self._arm(self._hang_after)
         return job
 
-    async def outcome(self, job: Job, *, droppable: bool = True, wait_out: bool = False) -> Any:
-        """Wait for a submitted job and return its value.
+    async def finished(self, job: Job, *, droppable: bool = True, wait_out: bool = False) -> None:
+        """Wait until a submitted job has its outcome; ``job.take()`` it next, without awaiting in between.
 
         Args:
             droppable: a cancelled job that has not started is dropped; otherwise it runs all the same.
@@ -130,8 +134,7 @@ class Dispatcher:
                 it writes into memory that belongs to the caller.
 
         Raises:
-            The call's own exception, not translated; ``DeviceUnresponsive`` or ``DeviceLost`` when the device
-            fails meanwhile.
+            DeviceUnresponsive, DeviceLost: the device failed meanwhile; the job is then dropped or detached.
         """
         assert job.future is not None
         try:
@@ -144,7 +147,6 @@ class Dispatcher:
             assert job.interruption is not None
             await self._leave(job, droppable=droppable, wait_out=wait_out)
             raise job.interruption
-        return job.take()
 
     async def _leave(self, job: Job, *, droppable: bool, wait_out: bool) -> None:
         if not droppable:
@@ -209,7 +211,7 @@ class Dispatcher:
         return DeviceUnresponsive(
             f"the driver has not returned for more than {self._hang_after:g} s",
             backend=self._driver.name,
-            device_id=device_id or f"{self._driver.name}:{index}",
+            device_id=device_id or (None if index == CONTROL else f"{self._driver.name}:{index}"),
             hint="other devices go on; the state clears if the driver returns; see hang_after",
         )
 
@@ -240,7 +242,7 @@ class Dispatcher:
         self._hung = hung
         for index in hung:
             self._interrupt(index, self._unresponsive)
-        for index in changed:
+        for index in changed - {CONTROL}:
             self._on_state_change(index)
         if not self._order.outstanding():
             return
@@ -256,16 +258,16 @@ class Dispatcher:
     def _queue(self, index: int | None, name: QueueName) -> tuple[Queue, set[int]]:
         mode = self._driver.capabilities.threading
         if mode == "backend":
-            key = (-1, "all")
+            key = (CONTROL, "all")
         elif index is None:
-            key = (-1, "control")
+            key = (CONTROL, "control")
         elif mode == "device":
             key = (index, "telemetry" if name == "telemetry" else "main")
         else:
             key = (index, name)
         queue = self._queues.get(key)
         if queue is None:
-            parts = [str(part) for part in key if part not in (-1, "all")]
+            parts = [str(part) for part in key if part not in (CONTROL, "all")]
             attached: set[int] = set()
             lane = Lane(
                 ":".join(["gpurt", self._driver.name, *parts]),

@@ -184,7 +184,8 @@ class GuardedBackend(GPUBackend):
         dispatch = self._dispatch
         assert dispatch is not None
         try:
-            return await dispatch.outcome(job, droppable=droppable, wait_out=wait_out)
+            await dispatch.finished(job, droppable=droppable, wait_out=wait_out)
+            return job.take()  # here, not in a coroutine below: one cannot raise StopIteration out of it
         except Exception as exc:
             error = await self._translate(exc, index, operation, failure, requested)
             if isinstance(error, DeviceLost) and not isinstance(error, DeviceUnresponsive):

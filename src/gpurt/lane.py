@@ -17,6 +17,7 @@ import contextvars
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
@@ -135,6 +136,9 @@ class Job:
         try:
             value = self._context.run(call, self)
         except BaseException as exc:
+            # The driver's frames hang in the traceback and hold arrays over the caller's buffer, which must not
+            # stay exported for as long as somebody keeps the error.
+            traceback.clear_frames(exc.__traceback__)
             error = exc
         del call
         self.call = None  # the closure holds the caller's buffers

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpurt.dispatch import Dispatcher
 from gpurt.driver import Driver
-from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
+from gpurt.errors import BackendUnavailable, DeviceUnresponsive, ReasonCode
 from gpurt.guard import GuardedBackend
 from gpurt.lane import NOTHING, Job
 from gpurt.memory.handles import Allocation, HandleTable
@@ -73,9 +73,14 @@ class DriverLifecycle(GuardedBackend):
 
         job = dispatch.submit(None, "control", lambda _: _open(self.driver), undo=undo)
         try:
-            devices: tuple[GPUDevice, ...] = await dispatch.outcome(job)
+            await dispatch.finished(job)
+            devices: tuple[GPUDevice, ...] = job.take()
+        except DeviceUnresponsive as exc:
+            # As after a cancellation, the lanes stay: the next open queues behind this one, never beside it.
+            raise BackendUnavailable(
+                exc.message, reason=ReasonCode.TIMEOUT, backend=self.name, operation="initialize", hint=exc.hint
+            ) from exc
         except Exception as exc:
-            # Only a failed open ends its lanes. A cancelled one leaves them: the next open queues behind it.
             dispatch.stop()
             self._dispatch = None
             if isinstance(exc, BackendUnavailable):
@@ -132,10 +137,13 @@ class DriverLifecycle(GuardedBackend):
         await dispatch.drain()
         for job in [self._submit_free(dispatch, one) for one in leaked if not dispatch.lost(one.index)]:
             try:
-                await dispatch.outcome(job, droppable=False)
-            except GPUError as exc:
+                await dispatch.finished(job, droppable=False)
+                job.take()
+            except Exception as exc:
                 self._on_background_error(exc)
-        await dispatch.outcome(dispatch.submit(None, "control", lambda _: self.driver.close()), droppable=False)
+        job = dispatch.submit(None, "control", lambda _: self.driver.close())
+        await dispatch.finished(job, droppable=False)
+        job.take()
 
     def _submit_free(self, dispatch: Dispatcher, allocation: Allocation) -> Job:
         """From here on the handle is dead; the memory goes when everything submitted on it is done."""

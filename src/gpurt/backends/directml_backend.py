@@ -1,0 +1,29 @@
+"""DirectML: known, not yet driven. Refuses with the reason that holds here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gpurt.backend import GPUBackend
+from gpurt.backends.unavailable import UnavailableDriver
+from gpurt.shell import DriverBackend
+
+
+class DirectMLDriver(UnavailableDriver):
+    name: ClassVar[str] = "directml"
+    title = "DirectML"
+    library = "onnxruntime"
+    install_hint = "pip install 'gpurt[directml]'  # onnxruntime-directml"
+    platforms = ("win32",)
+
+
+class DirectMLBackend(DriverBackend):
+    """``initialize`` raises ``BackendUnavailable``; ``options`` are those of :class:`DriverBackend`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(DirectMLDriver(), **options)
+
+
+def create() -> GPUBackend:
+    """What the factory calls."""
+    return DirectMLBackend()

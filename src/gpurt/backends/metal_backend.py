@@ -1,0 +1,29 @@
+"""Metal: known, not yet driven. Refuses with the reason that holds here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gpurt.backend import GPUBackend
+from gpurt.backends.unavailable import UnavailableDriver
+from gpurt.shell import DriverBackend
+
+
+class MetalDriver(UnavailableDriver):
+    name: ClassVar[str] = "metal"
+    title = "Metal"
+    library = "mlx"
+    install_hint = "pip install 'gpurt[metal]'  # mlx"
+    platforms = ("darwin", "ios")
+
+
+class MetalBackend(DriverBackend):
+    """``initialize`` raises ``BackendUnavailable``; ``options`` are those of :class:`DriverBackend`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(MetalDriver(), **options)
+
+
+def create() -> GPUBackend:
+    """What the factory calls."""
+    return MetalBackend()

@@ -1,0 +1,28 @@
+"""TFLite GPU: known, not yet driven. Refuses with the reason that holds here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gpurt.backend import GPUBackend
+from gpurt.backends.unavailable import UnavailableDriver
+from gpurt.shell import DriverBackend
+
+
+class TFLiteGPUDriver(UnavailableDriver):
+    name: ClassVar[str] = "tflite"
+    title = "TFLite GPU"
+    library = "ai_edge_litert"
+    install_hint = "pip install 'gpurt[tflite]'  # ai-edge-litert"
+
+
+class TFLiteGPUBackend(DriverBackend):
+    """``initialize`` raises ``BackendUnavailable``; ``options`` are those of :class:`DriverBackend`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(TFLiteGPUDriver(), **options)
+
+
+def create() -> GPUBackend:
+    """What the factory calls."""
+    return TFLiteGPUBackend()

@@ -1,0 +1,28 @@
+"""Vulkan: known, not yet driven. Refuses with the reason that holds here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gpurt.backend import GPUBackend
+from gpurt.backends.unavailable import UnavailableDriver
+from gpurt.shell import DriverBackend
+
+
+class VulkanDriver(UnavailableDriver):
+    name: ClassVar[str] = "vulkan"
+    title = "Vulkan"
+    library = "vulkan"
+    install_hint = "pip install 'gpurt[vulkan]'  # vulkan"
+
+
+class VulkanBackend(DriverBackend):
+    """``initialize`` raises ``BackendUnavailable``; ``options`` are those of :class:`DriverBackend`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(VulkanDriver(), **options)
+
+
+def create() -> GPUBackend:
+    """What the factory calls."""
+    return VulkanBackend()

@@ -1,0 +1,60 @@
+"""How long discovery takes, and what it does to the event loop meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from gpurt.benchmarks.measurement import LoopGap, Measurement, medians, seconds
+
+TARGET_S = 1.0
+GAP_TARGET_MS = 50.0
+
+
+async def measure(*, quick: bool) -> list[Measurement]:
+    from gpurt.discovery.service import GPUDiscoveryService
+
+    rounds = 1 if quick else 5
+    gaps: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def discover() -> None:
+        directory = await loop.run_in_executor(None, tempfile.mkdtemp)
+        # A registry of its own: the figure is that of a first start, with nothing remembered.
+        service = GPUDiscoveryService(Path(directory) / "registry.json")
+        try:
+            async with LoopGap() as gap:
+                await service.discover_all_devices()
+            gaps.append(gap.longest_ms)
+        finally:
+            await service.shutdown()
+            await loop.run_in_executor(None, shutil.rmtree, directory)
+
+    async def child(*command: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        )
+        await process.wait()
+
+    contenders = [lambda: seconds(discover), lambda: seconds(lambda: child(sys.executable, "-c", "pass"))]
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is not None:
+        contenders.append(lambda: seconds(lambda: child(nvidia_smi, "-L")))
+    figures = await medians(rounds, *contenders)
+    return [
+        Measurement(
+            "discovery",
+            "first discovery, every backend",
+            "s",
+            figures[0],
+            peer=figures[2] if nvidia_smi else None,
+            peer_name="nvidia-smi -L" if nvidia_smi else "",
+            ceiling=figures[1],
+            ceiling_name="start of one child python",
+            target=TARGET_S,
+        ),
+        Measurement("discovery", "longest gap of the loop meanwhile", "ms", max(gaps), target=GAP_TARGET_MS),
+    ]

@@ -1,0 +1,1 @@
+"""The ``gpurt`` command: one module a subcommand, imported when that subcommand is chosen."""

@@ -1,0 +1,196 @@
+"""The bus inside one process: what a worker with its master embedded uses, and what tests use.
+
+All participants live on one event loop. A subscriber has a bounded stream; what does not fit is dropped and
+announced to that subscriber alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Self
+
+import anyio
+
+from gpurt.cluster.bus import (
+    MAX_STATE_BYTES,
+    BusItem,
+    CommandHandler,
+    EventReceived,
+    EventsDropped,
+    NodeDown,
+    NodeUp,
+    StateReply,
+)
+from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
+from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
+from gpurt.cluster.keys import ANY, check_name
+
+BUFFER_ITEMS: Final = 1024
+
+
+class InProcessBus:
+    """What the engines of one process share. Make one per cluster and give it to each engine.
+
+    Args:
+        buffer_items: items that a subscriber may be behind.
+    """
+
+    def __init__(self, cluster: str = "default", *, buffer_items: int = BUFFER_ITEMS) -> None:
+        self.cluster = check_name(cluster, "cluster")
+        self.buffer_items = buffer_items
+        self.members: list[InProcessEngine] = []
+        self.subscriptions: list[InProcessSubscription] = []
+
+    def deliver(self, item: BusItem) -> None:
+        """Give ``item`` to every subscriber."""
+        for subscription in self.subscriptions:
+            subscription.post(item)
+
+
+class InProcessSubscription:
+    def __init__(self, buffer_items: int, on_close: Callable[[InProcessSubscription], None]) -> None:
+        self._send, self._receive = anyio.create_memory_object_stream[BusItem](buffer_items)
+        self._dropped_of: dict[str, None] = {}
+        self._missed: dict[str, BusItem] = {}
+        self._on_close = on_close
+        self.dropped = 0
+
+    def post(self, item: BusItem) -> None:
+        """Never blocks."""
+        try:
+            self._send.send_nowait(item)
+        except anyio.WouldBlock:
+            if isinstance(item, NodeUp | NodeDown):
+                # Membership cannot be asked for again, so the latest word on each node is kept.
+                self._missed[item.node] = item
+            else:
+                self.dropped += 1
+                self._dropped_of[item.node] = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BusItem:
+        if self._dropped_of:
+            return EventsDropped(self._dropped_of.popitem()[0])
+        try:
+            return self._receive.receive_nowait()
+        except anyio.WouldBlock:
+            if self._missed:
+                return self._missed.pop(next(iter(self._missed)))
+        except (anyio.EndOfStream, anyio.ClosedResourceError):
+            raise StopAsyncIteration from None
+        try:
+            return await self._receive.receive()
+        except (anyio.EndOfStream, anyio.ClosedResourceError):
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        self._on_close(self)
+        # Closing the sender ends a consumer that is waiting; closing the receiver under it would not.
+        self._send.close()
+
+    def __del__(self) -> None:
+        self._receive.close()
+        self._send.close()
+
+
+class InProcessEngine:
+    """One participant of an :class:`InProcessBus`."""
+
+    def __init__(self, bus: InProcessBus) -> None:
+        self._bus = bus
+        self._started = False
+        self._state: bytes | None = None
+        self._on_command: CommandHandler | None = None
+        self._subscriptions: list[InProcessSubscription] = []
+        self.node: str | None = None
+
+    @property
+    def cluster(self) -> str:
+        return self._bus.cluster
+
+    async def start(self) -> None:
+        self._started = True
+
+    async def close(self) -> None:
+        await self.leave()
+        for subscription in tuple(self._subscriptions):
+            await subscription.aclose()
+        self._started = False
+
+    async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
+        self._check_started()
+        check_name(node, "node")
+        check_size(state, f"state of node {node}", MAX_STATE_BYTES)
+        if self.node is not None:
+            raise ClusterError(f"already joined as node {self.node}")
+        self.node, self._state, self._on_command = node, state, on_command
+        self._bus.members.append(self)
+        self._bus.deliver(NodeUp(node))
+
+    async def leave(self) -> None:
+        if self.node is None:
+            return
+        node, self.node, self._state, self._on_command = self.node, None, None, None
+        self._bus.members.remove(self)
+        if not any(member.node == node for member in self._bus.members):
+            self._bus.deliver(NodeDown(node))
+
+    async def set_state(self, state: bytes) -> None:
+        check_size(state, f"state of node {self._joined()}", MAX_STATE_BYTES)
+        self._state = state
+
+    async def publish(self, payload: bytes) -> None:
+        node = self._joined()
+        check_size(payload, f"event of node {node}", MAX_EVENT_BYTES)
+        self._bus.deliver(EventReceived(node, payload))
+
+    async def subscribe(self) -> InProcessSubscription:
+        self._check_started()
+        subscription = InProcessSubscription(self._bus.buffer_items, self._unsubscribe)
+        self._subscriptions.append(subscription)
+        self._bus.subscriptions.append(subscription)
+        for node in {member.node for member in self._bus.members if member.node}:
+            subscription.post(NodeUp(node))
+        return subscription
+
+    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
+        self._check_started()
+        if node != ANY:
+            check_name(node, "node")
+        return tuple(
+            StateReply(member.node, member._state)
+            for member in self._bus.members
+            if member.node is not None and member._state is not None and node in (ANY, member.node)
+        )
+
+    async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
+        self._check_started()
+        check_name(node, "node")
+        handler = next((member._on_command for member in self._bus.members if member.node == node), None)
+        if handler is None:
+            raise NoAnswer(f"node {node} takes no commands here")
+        try:
+            async with asyncio.timeout(timeout):
+                return await handler(payload)
+        except TimeoutError as exc:
+            raise NoAnswer(f"node {node} did not answer within {timeout:g} s") from exc
+        except Exception as exc:
+            raise ClusterError(f"node {node} answered: {exc}") from exc
+
+    def _unsubscribe(self, subscription: InProcessSubscription) -> None:
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+            self._bus.subscriptions.remove(subscription)
+
+    def _check_started(self) -> None:
+        if not self._started:
+            raise BusClosed("the bus is not started", hint="await engine.start()")
+
+    def _joined(self) -> str:
+        self._check_started()
+        if self.node is None:
+            raise ClusterError("this engine has not joined as a node", hint="await engine.join(node, state)")
+        return self.node

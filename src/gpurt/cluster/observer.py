@@ -1,0 +1,264 @@
+"""ClusterObserver: the task that keeps a :class:`MasterView` true.
+
+It takes events and membership from an engine, puts each node's events in order, asks nodes for snapshots where
+something is missing, and runs the clocks. Nodes are asked one by one, so that a node that hangs delays only its
+own answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpurt.cluster.bus import (
+    BusItem,
+    EventEngine,
+    EventReceived,
+    EventRefused,
+    EventsDropped,
+    NodeDown,
+    NodeUp,
+    StateReply,
+)
+from gpurt.cluster.envelope import Envelope, decode
+from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
+from gpurt.cluster.state import NodeSnapshot, decode_snapshot
+from gpurt.cluster.view import MAX_NODES, MasterView
+
+RESYNC_INTERVAL_S: Final = 60.0
+"""Between two regular checks of a node, ± 10 %."""
+CONFLICT_INTERVAL_S: Final = 5.0
+"""The same while its name is used twice: the end of either process shows nowhere else."""
+SNAPSHOT_TIMEOUT_S: Final = 2.0
+SPACING_S: Final = 0.1
+"""Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
+QUESTIONS: Final = 16
+"""Nodes that are asked at once."""
+
+_log = logging.getLogger("gpurt.cluster.observer")
+
+_Step = Step[Envelope, NodeSnapshot]
+
+
+@dataclass(slots=True)
+class _Node:
+    sequence: NodeSequence[Envelope, NodeSnapshot]
+    up: bool = False
+    wanted: Resync | None = None
+    """A snapshot is wanted; asked for as soon as a question may be put."""
+    asking: bool = False
+    next_check: float = field(default=float("inf"))
+
+
+class ClusterObserver:
+    """
+    Args:
+        engine: started by the caller, and closed by the caller.
+        view: kept true as long as ``run`` runs; at its end every node is what it was last.
+        resync_interval_s: seconds between regular checks of a node.
+    """
+
+    def __init__(
+        self,
+        engine: EventEngine,
+        view: MasterView,
+        *,
+        resync_interval_s: float = RESYNC_INTERVAL_S,
+        snapshot_timeout_s: float = SNAPSHOT_TIMEOUT_S,
+        on_event: Callable[[Envelope], None] | None = None,
+    ) -> None:
+        self.view = view
+        self.rejected: Counter[str] = Counter()
+        """Per reason: ``oversized`` and ``malformed`` events, ``malformed_snapshot``, ``too_many_nodes``."""
+        self.resyncs: Counter[str] = Counter()
+        """Snapshots asked for, per reason (:class:`gpurt.cluster.sequence.Resync`)."""
+        self.dropped = 0
+        """How often this process was too slow for the events of a node."""
+        self._engine = engine
+        self._resync_interval_s = resync_interval_s
+        self._snapshot_timeout_s = snapshot_timeout_s
+        self._on_event = on_event
+        self._nodes: dict[str, _Node] = {}
+        self._jitter = random.Random()
+
+    def counters(self, node: str) -> Counters:
+        """What became of the events of ``node``; all 0 for one that was never seen."""
+        known = self._nodes.get(node)
+        return known.sequence.counters if known else Counters()
+
+    async def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Until cancelled. ``on_ready`` is called once events can no longer be missed.
+
+        Raises:
+            BusClosed, BusUnavailable: from the engine.
+        """
+        subscription = await self._engine.subscribe()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._questions = asyncio.Semaphore(QUESTIONS)
+                self._rearm = asyncio.Event()
+                self._group = group
+                group.create_task(self._run_clocks(), name="gpurt-cluster-clocks")
+                if on_ready is not None:
+                    on_ready()
+                async for item in subscription:
+                    self._take(item)
+                    self._rearm.set()
+                raise asyncio.CancelledError  # the engine was closed under us: end the clocks too
+        finally:
+            await subscription.aclose()
+
+    # What comes in
+
+    def _take(self, item: BusItem) -> None:
+        known = self._known(item.node)
+        if known is None:
+            return
+        match item:
+            case EventReceived():
+                self._event(item, known)
+            case EventRefused():
+                self.rejected["oversized"] += 1
+                _log.warning("ignored: event of node %s of %d bytes", item.node, item.size_bytes)
+            case EventsDropped():
+                self.dropped += 1
+                self._want(item.node, known, Resync.OVERFLOW)
+            case NodeUp():
+                known.up = True
+                self.view.node_up(item.node)
+                self._want(item.node, known, Resync.JOINED)
+            case NodeDown():
+                known.up = False
+                known.next_check = float("inf")
+                self.view.node_down(item.node)
+
+    def _event(self, item: EventReceived, known: _Node) -> None:
+        try:
+            event = decode(item.payload, node=item.node)
+        except MalformedEvent as exc:
+            # Its position is unknown. If it had one, the next event shows a hole, and a snapshot closes that.
+            self.rejected["malformed"] += 1
+            _log.warning("ignored: %s", exc)
+            return
+        self._do(item.node, known, known.sequence.event(event.position, event))
+
+    def _do(self, name: str, known: _Node, step: _Step) -> None:
+        if step.snapshot is not None:
+            self.view.apply_snapshot(step.snapshot, sole=True)
+        for event in step.events:
+            if not self.view.apply_event(event):
+                self._want(name, known, Resync.NOTICE)
+            if self._on_event is not None:
+                self._on_event(event)
+        if step.resync is not None:
+            self._want(name, known, step.resync)
+
+    def _known(self, name: str) -> _Node | None:
+        known = self._nodes.get(name)
+        if known is not None:
+            return known
+        if len(self._nodes) >= 2 * MAX_NODES:
+            gone = next((old for old, node in self._nodes.items() if not node.up and not node.asking), None)
+            if gone is None:
+                self.rejected["too_many_nodes"] += 1
+                return None
+            del self._nodes[gone]
+        known = self._nodes[name] = _Node(NodeSequence(clock=self.view.clock))
+        return known
+
+    # Clocks
+
+    async def _run_clocks(self) -> None:
+        while True:
+            self._rearm.clear()
+            deadline = self._tick()
+            timeout = None if deadline is None else max(0.0, deadline - self.view.clock())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._rearm.wait()
+
+    def _tick(self) -> float | None:
+        """Do what is due; returns when the next is."""
+        now = self.view.clock()
+        self.view.tick()
+        deadlines = [self.view.deadline]
+        for name, known in tuple(self._nodes.items()):
+            due = known.sequence.deadline
+            if due is not None and due <= now:
+                self._do(name, known, known.sequence.expire())
+                due = known.sequence.deadline
+            if known.next_check <= now:
+                self._want(name, known, Resync.ANTI_ENTROPY)
+            deadlines += [due, known.next_check]
+        return min((at for at in deadlines if at is not None and at != float("inf")), default=None)
+
+    # Snapshots
+
+    def _want(self, name: str, known: _Node, reason: Resync) -> None:
+        known.next_check = float("inf")
+        # A regular check must not hide that something is really missing.
+        if known.wanted is None or known.wanted is Resync.ANTI_ENTROPY:
+            known.wanted = reason
+        if not known.asking:
+            known.asking = True
+            self._group.create_task(self._ask(name, known), name=f"gpurt-cluster-snapshot-{name}")
+
+    async def _ask(self, name: str, known: _Node) -> None:
+        """Put questions to one node until nothing is wanted of it any more."""
+        pause = SPACING_S
+        try:
+            while (reason := known.wanted) is not None:
+                known.wanted = None
+                self.resyncs[reason] += 1
+                async with self._questions:
+                    replies = await self._engine.snapshot(name, timeout=self._snapshot_timeout_s)
+                if self._answered(name, known, replies, reason):
+                    pause = SPACING_S
+                elif known.up:
+                    known.wanted = known.wanted or reason
+                    pause = min(2 * pause, 2.0)
+                if known.wanted is not None:
+                    await asyncio.sleep(pause)
+        finally:
+            known.asking = False
+        if known.up:
+            interval = self._resync_interval_s * self._jitter.uniform(0.9, 1.1)
+            if self.view.conflict(name) is not None:
+                interval = min(interval, CONFLICT_INTERVAL_S)
+            known.next_check = self.view.clock() + interval
+            self._rearm.set()
+
+    def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
+        snapshots: dict[str, NodeSnapshot] = {}
+        for reply in replies:
+            try:
+                snapshot = decode_snapshot(reply.payload, node=name)
+            except MalformedEvent as exc:
+                self.rejected["malformed_snapshot"] += 1
+                _log.warning("ignored: %s", exc)
+            else:
+                snapshots[snapshot.epoch] = snapshot
+        if not snapshots:
+            return False
+        record = self.view.node(name)
+        # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
+        kept = snapshots.get(record.epoch if record else "") or snapshots[min(snapshots)]
+        self.view.node_answered(name, kept.epoch)
+        # After a mere reconnection the bus repeats the events themselves; a snapshot would only hide them.
+        patient = reason in (Resync.JOINED, Resync.ANTI_ENTROPY)
+        self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=patient))
+        for epoch, snapshot in snapshots.items():
+            if epoch != kept.epoch:
+                known.sequence.refuse(snapshot.position.epoch)
+                self.view.report_conflict(snapshot)
+        if len(snapshots) == 1:
+            self.view.end_conflict(name)
+        return True

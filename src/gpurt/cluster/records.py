@@ -1,0 +1,98 @@
+"""What the master believes: frozen records, safe to keep, compare and send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpurt.cluster.state import HostInfo
+from gpurt.types import BackendReport, GPUDevice
+
+
+class NodeState(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """Its liveliness token is gone; not given up yet."""
+    LOST = "lost"
+    """Gone for longer than the grace."""
+    LEFT = "left"
+    """Said goodbye."""
+
+
+class DeviceRecord(BaseModel):
+    """One device of one node."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: GPUDevice
+    available: bool
+    """Its node is healthy and the device itself usable: work may be placed on it."""
+
+
+class NodeRecord(BaseModel):
+    """One node, as of ``(epoch, seq)`` of its events."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    state: NodeState
+    state_since: float
+    """Monotonic seconds of the receiver."""
+    epoch: str
+    seq: int
+    host: HostInfo
+    gpu_backend: str | None = None
+    gpu_discovery_timestamp: str | None = None
+    primary_gpu_device_id: str | None = None
+    devices: Mapping[str, DeviceRecord] = Field(default_factory=dict[str, DeviceRecord])
+    reports: tuple[BackendReport, ...] = ()
+
+    @property
+    def gpu_devices(self) -> tuple[GPUDevice, ...]:
+        """The devices in the node's order of preference."""
+        return tuple(record.device for record in self.devices.values())
+
+
+class Conflict(BaseModel):
+    """Two live processes use one node name. The devices of the second are known, but not part of the view."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    kept: HostInfo
+    refused: HostInfo
+    refused_epoch: str
+    refused_devices: tuple[str, ...]
+    """Stable ids."""
+
+    @property
+    def message(self) -> str:
+        devices = ", ".join(self.refused_devices) or "none"
+        return (
+            f"node name {self.node!r} is used twice: by {_who(self.kept)}, which is kept, and by "
+            f"{_who(self.refused)}, which is refused (its devices: {devices}); start one under another name"
+        )
+
+
+class ClusterSnapshot(BaseModel):
+    """The whole view at one moment."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nodes: Mapping[str, NodeRecord]
+    conflicts: tuple[Conflict, ...] = ()
+
+    @property
+    def devices(self) -> dict[tuple[str, str], DeviceRecord]:
+        """Every device of every node, also the unavailable ones, by (node, device key)."""
+        return {(node.node, key): record for node in self.nodes.values() for key, record in node.devices.items()}
+
+    @property
+    def available_devices(self) -> dict[tuple[str, str], GPUDevice]:
+        return {key: record.device for key, record in self.devices.items() if record.available}
+
+
+def _who(host: HostInfo) -> str:
+    return f"{host.hostname} (host {host.fingerprint}, pid {host.pid if host.pid is not None else 'unknown'})"

@@ -1,0 +1,141 @@
+"""What a node tells about itself: the snapshot that its events change."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gpurt.cluster.bus import MAX_STATE_BYTES
+from gpurt.cluster.envelope import check_size, strict_json, summary
+from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
+from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.types import BackendReport, DeviceKind, GPUDevice
+
+SNAPSHOT_SCHEMA: Final = 1
+
+
+class HostInfo(BaseModel):
+    """Which machine a node runs on."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    hostname: str
+    fingerprint: str
+    """The same for one machine across reboots, different for two machines with one image."""
+    boot_id: str | None = None
+    pid: int | None = None
+    system: str | None = None
+    python: str | None = None
+
+
+def this_host() -> HostInfo:
+    """The machine and process of this moment. Reads files: not for the event loop."""
+    from gpurt.sources.host import boot_id, host_fingerprint
+
+    return HostInfo(
+        hostname=platform.node() or "unknown",
+        fingerprint=host_fingerprint(),
+        boot_id=boot_id(),
+        pid=os.getpid(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+    )
+
+
+class NodeFields(BaseModel):
+    """The node's own summary; travels with every device event, so that it is never older than the devices."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    gpu_backend: str | None = None
+    """Short name of the preferred backend with a usable device (``cuda``, ``cpu``); None when there is none."""
+    gpu_discovery_timestamp: str | None = None
+    """ISO 8601, UTC: when the devices were looked up; None before the first discovery."""
+    primary_gpu_device_id: str | None = None
+    """``device_id`` of the first usable device of that backend."""
+
+
+class NodeSnapshot(NodeFields):
+    """All that a node says, as of one position in its events."""
+
+    schema_version: int = Field(default=SNAPSHOT_SCHEMA, alias="schema")
+    node: str
+    epoch: str
+    seq: int = Field(ge=0, le=MAX_SEQ)
+    host: HostInfo
+    gpu_devices: tuple[GPUDevice, ...] = ()
+    reports: tuple[BackendReport, ...] = ()
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    @property
+    def position(self) -> Position:
+        return Position(Epoch.parse(self.epoch), self.seq)
+
+    def document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def encode_snapshot(snapshot: NodeSnapshot) -> bytes:
+    """
+    Raises:
+        MalformedEvent: over ``MAX_STATE_BYTES``.
+    """
+    payload = json.dumps(snapshot.document(), allow_nan=False, separators=(",", ":")).encode()
+    check_size(payload, f"snapshot of node {snapshot.node}", MAX_STATE_BYTES)
+    return payload
+
+
+def decode_snapshot(payload: bytes, *, node: str) -> NodeSnapshot:
+    """The snapshot in ``payload``, which came from the key of ``node``.
+
+    Raises:
+        MalformedEvent: too large, not JSON, not a snapshot, or of another node.
+    """
+    what = f"snapshot of node {node}"
+    check_size(payload, what, MAX_STATE_BYTES)
+    return parse_snapshot(strict_json(payload, what), node=node)
+
+
+def parse_snapshot(document: Any, *, node: str) -> NodeSnapshot:
+    """
+    Raises:
+        MalformedEvent: not a snapshot, or of another node.
+    """
+    what = f"snapshot of node {node}"
+    try:
+        snapshot = NodeSnapshot.model_validate(document)
+        Epoch.parse(snapshot.epoch)
+    except ValidationError as exc:
+        raise MalformedEvent(f"{what}: {summary(exc)}") from exc
+    except InvalidName as exc:
+        raise MalformedEvent(f"{what}: {exc.message}") from exc
+    if snapshot.node != node:
+        raise MalformedEvent(f"{what}: says that it is of node {snapshot.node[:64]!r}")
+    return snapshot
+
+
+def device_keys(devices: Iterable[GPUDevice]) -> dict[str, GPUDevice]:
+    """The devices of one node by key: the stable id; where two devices claim one, all but the first get today's
+    name appended, so that none disappears."""
+    keyed: dict[str, GPUDevice] = {}
+    for device in devices:
+        key = device.stable_id
+        keyed[key if key not in keyed else f"{key}@{device.device_id}"] = device
+    return keyed
+
+
+def summarize_devices(devices: Iterable[GPUDevice], timestamp: str | None) -> NodeFields:
+    """The node's summary of ``devices``, which come in order of preference."""
+    primary = next((d for d in devices if d.usable and d.kind is not DeviceKind.SOFTWARE), None)
+    return NodeFields(
+        gpu_backend=primary and primary.backend,
+        gpu_discovery_timestamp=timestamp,
+        primary_gpu_device_id=primary and primary.device_id,
+    )

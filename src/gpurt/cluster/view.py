@@ -1,0 +1,331 @@
+"""MasterView: the cluster as a fold of snapshots, events and membership. No I/O, no tasks, no wall clock.
+
+Whoever feeds it (:class:`gpurt.cluster.observer.ClusterObserver`) gives each node's events once and in order. A
+view is rebuilt from the nodes themselves, so a master that starts again needs nothing of the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from gpurt.cluster.changes import BUFFER_CHANGES, Change, ChangeFeed, ChangeKind, Changes
+from gpurt.cluster.envelope import Envelope, EventKind, summary
+from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
+from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
+from gpurt.types import BackendReport, GPUDevice
+
+GRACE_S: Final = 2.0
+"""From suspect to lost: as long as the bus takes to notice a silent peer."""
+MAX_NODES: Final = 4096
+MAX_DEVICES: Final = 4096
+"""Per node."""
+
+_KINDS: Final = frozenset(EventKind)
+_GONE: Final = frozenset({NodeState.LOST, NodeState.LEFT})
+
+_log = logging.getLogger("gpurt.cluster.view")
+
+
+class MasterView:
+    """
+    Args:
+        grace_s: seconds between suspect and lost.
+        clock: the receiver's monotonic clock; no clock of a node is ever believed.
+        max_nodes: past it, those that are gone for longest are forgotten; where none is, new ones are refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        grace_s: float = GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+        max_nodes: int = MAX_NODES,
+    ) -> None:
+        self.grace_s = grace_s
+        self.clock = clock
+        self.ignored: Counter[str] = Counter()
+        """Events not understood: ``unknown_type``, ``malformed``, ``unknown_node``, ``too_many``."""
+        self._max_nodes = max_nodes
+        self._nodes: dict[str, NodeRecord] = {}
+        self._up: set[str] = set()
+        self._conflicts: dict[str, Conflict] = {}
+        self._feed = ChangeFeed()
+
+    # Questions
+
+    def snapshot(self) -> ClusterSnapshot:
+        """The present picture; later changes do not touch it."""
+        return ClusterSnapshot.model_construct(nodes=dict(self._nodes), conflicts=tuple(self._conflicts.values()))
+
+    def node(self, name: str) -> NodeRecord | None:
+        return self._nodes.get(name)
+
+    def conflict(self, name: str) -> Conflict | None:
+        return self._conflicts.get(name)
+
+    def changes(self, limit: int = BUFFER_CHANGES) -> Changes:
+        """What changes from this call on, for one consumer of this loop, who may be ``limit`` changes behind."""
+        return self._feed.open(limit)
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` must be called next, on ``clock``."""
+        suspects = [r.state_since for r in self._nodes.values() if r.state is NodeState.SUSPECT]
+        return min(suspects) + self.grace_s if suspects else None
+
+    # The fold
+
+    def apply_snapshot(self, snapshot: NodeSnapshot, *, sole: bool = False) -> bool:
+        """Replace all that is known of the node. False: refused, as a conflict or for want of room.
+
+        The node is healthy only while its token is there (``node_up`` comes first): a snapshot may have been
+        under way when its node died.
+
+        ``sole``: the snapshot is known to come from the only live process of that name. Otherwise one of another
+        host than that of a healthy node is a conflict.
+        """
+        name = snapshot.node
+        old = self._nodes.get(name)
+        if old is None and not self._make_room(name):
+            return False
+        if (
+            old is not None
+            and not sole
+            and old.state is NodeState.HEALTHY
+            and old.host.fingerprint != snapshot.host.fingerprint
+        ):
+            self.report_conflict(snapshot)
+            return False
+        self._settle_conflict(snapshot)
+        state = self._state_after(old, snapshot)
+        healthy = state is NodeState.HEALTHY
+        same_state = old is not None and old.state is state
+        record = NodeRecord.model_construct(
+            node=name,
+            state=state,
+            state_since=old.state_since if old is not None and same_state else self.clock(),
+            epoch=snapshot.epoch,
+            seq=snapshot.seq,
+            host=snapshot.host,
+            gpu_backend=snapshot.gpu_backend,
+            gpu_discovery_timestamp=snapshot.gpu_discovery_timestamp,
+            primary_gpu_device_id=snapshot.primary_gpu_device_id,
+            devices={
+                key: _available(device, healthy=healthy)
+                for key, device in device_keys(snapshot.gpu_devices[:MAX_DEVICES]).items()
+            },
+            reports=snapshot.reports,
+        )
+        self._nodes[name] = record
+        if old is None:
+            self._post(ChangeKind.NODE_JOINED, name)
+        elif healthy and not same_state:
+            self._post(ChangeKind.NODE_BACK, name)
+        elif _summary(old) != _summary(record):
+            self._post(ChangeKind.NODE_UPDATED, name)
+        self._post_differences(name, old.devices if old else {}, record.devices)
+        return True
+
+    def apply_event(self, event: Envelope) -> bool:
+        """Fold one event in. An event that is not understood is counted and only moves the node's position.
+
+        False: the news was too large for an event, so a snapshot of the node is needed.
+        """
+        record = self._nodes.get(event.nodeid)
+        if record is None:
+            self.ignored["unknown_node"] += 1
+            return True
+        epoch, seq = event.position
+        self._nodes[record.node] = record = _changed(record, epoch=str(epoch), seq=seq)
+        if event.type not in _KINDS:
+            self.ignored["unknown_type"] += 1
+            return True
+        try:
+            return self._fold(EventKind(event.type), record, event)
+        except MalformedEvent as exc:
+            self.ignored["malformed"] += 1
+            _log.warning("ignored: %s", exc)
+        except ValidationError as exc:
+            self.ignored["malformed"] += 1
+            _log.warning("ignored: event %s: %s", event.id[:200], summary(exc))
+        return True
+
+    def node_up(self, name: str) -> None:
+        """The node's token is there. It becomes healthy with its snapshot or with ``node_answered``: the token
+        alone may be of a new run, which need not have the devices of the old one."""
+        self._up.add(name)
+
+    def node_answered(self, name: str, epoch: str) -> None:
+        """A process whose token is there has answered. When it is the run that is known, it is back."""
+        record = self._nodes.get(name)
+        if record is None or record.epoch != epoch or name not in self._up:
+            return
+        if record.state in (NodeState.SUSPECT, NodeState.LOST):
+            self._enter(record, NodeState.HEALTHY, ChangeKind.NODE_BACK)
+
+    def node_down(self, name: str) -> None:
+        """The node's token is gone."""
+        self._up.discard(name)
+        record = self._nodes.get(name)
+        if record is not None and record.state is NodeState.HEALTHY:
+            self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT)
+
+    def tick(self) -> None:
+        """Give up the suspects whose grace is over."""
+        now = self.clock()
+        for record in tuple(self._nodes.values()):
+            if record.state is NodeState.SUSPECT and record.state_since + self.grace_s <= now:
+                self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST)
+
+    def report_conflict(self, refused: NodeSnapshot) -> None:
+        """``refused`` is of a live process that uses the name of another live one."""
+        kept = self._nodes.get(refused.node)
+        if kept is None:
+            return
+        conflict = Conflict(
+            node=refused.node,
+            kept=kept.host,
+            refused=refused.host,
+            refused_epoch=refused.epoch,
+            refused_devices=tuple(device_keys(refused.gpu_devices)),
+        )
+        if self._conflicts.get(refused.node) == conflict:
+            return
+        self._conflicts[refused.node] = conflict
+        _log.error("%s", conflict.message)
+        self._post(ChangeKind.CONFLICT, refused.node, message=conflict.message)
+
+    def end_conflict(self, name: str) -> None:
+        """Only one process uses the name any more."""
+        if self._conflicts.pop(name, None) is not None:
+            self._post(ChangeKind.CONFLICT_OVER, name)
+
+    # Inside
+
+    def _fold(self, kind: EventKind, record: NodeRecord, event: Envelope) -> bool:
+        data = event.data or {}
+        if kind is EventKind.NODE_SNAPSHOT:
+            if event.data is None:
+                return False
+            snapshot = parse_snapshot(data, node=record.node)
+            if snapshot.position != event.position:
+                raise MalformedEvent(f"event {event.id[:200]}: its snapshot is of another position")
+            return self.apply_snapshot(snapshot, sole=True)
+        if kind is EventKind.NODE_LEAVING:
+            self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT)
+            return True
+        # Everything that can be wrong is looked at before anything is changed.
+        fields = NodeFields.model_validate(data.get("node") or {}) if "node" in data else None
+        if kind in (EventKind.BACKEND_SELECTED, EventKind.BACKEND_FAILED):
+            if "report" in data:
+                report = BackendReport.model_validate(data["report"])
+                reports = {r.name: r for r in record.reports}
+                record = _changed(record, reports=tuple({**reports, report.name: report}.values()))
+            self._store(record, fields)
+            return True
+        return self._fold_device(kind, record, event, data, fields)
+
+    def _fold_device(
+        self, kind: EventKind, record: NodeRecord, event: Envelope, data: Mapping[str, Any], fields: NodeFields | None
+    ) -> bool:
+        key = event.subject
+        if not key:
+            raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
+        devices = dict(record.devices)
+        previous = devices.get(key)
+        if kind is EventKind.DEVICE_REMOVED:
+            devices.pop(key, None)
+            change = ChangeKind.DEVICE_REMOVED if previous else None
+        else:
+            if previous is None and len(devices) >= MAX_DEVICES:
+                self.ignored["too_many"] += 1
+                return True
+            device = GPUDevice.model_validate(data.get("device"))
+            devices[key] = current = _available(device, healthy=record.state is NodeState.HEALTHY)
+            change = None if current == previous else _device_change(previous, current)
+        self._store(_changed(record, devices=devices), fields)
+        if change is not None:
+            self._post(change, record.node, key, message=_text(data.get("reason")))
+        return True
+
+    def _store(self, record: NodeRecord, fields: NodeFields | None) -> None:
+        before = self._nodes.get(record.node)
+        if fields is not None:
+            record = _changed(record, **fields.model_dump())
+        self._nodes[record.node] = record
+        if before is not None and _summary(before) != _summary(record):
+            self._post(ChangeKind.NODE_UPDATED, record.node)
+
+    def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind) -> None:
+        healthy = state is NodeState.HEALTHY
+        devices = {key: _available(r.device, healthy=healthy) for key, r in record.devices.items()}
+        self._nodes[record.node] = _changed(record, state=state, state_since=self.clock(), devices=devices)
+        self._post(kind, record.node)
+
+    def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
+        if old is not None and old.state is NodeState.LEFT and old.epoch == snapshot.epoch:
+            return NodeState.LEFT  # taken just before the goodbye
+        if snapshot.node in self._up:
+            return NodeState.HEALTHY
+        return NodeState.SUSPECT if old is None or old.state is NodeState.HEALTHY else old.state
+
+    def _make_room(self, name: str) -> bool:
+        if len(self._nodes) < self._max_nodes:
+            return True
+        gone = min((r for r in self._nodes.values() if r.state in _GONE), key=lambda r: r.state_since, default=None)
+        if gone is None:
+            self.ignored["too_many"] += 1
+            _log.error("node %s is refused: the view holds %d live nodes already", name, self._max_nodes)
+            return False
+        del self._nodes[gone.node]
+        self._post(ChangeKind.NODE_FORGOTTEN, gone.node)
+        return True
+
+    def _settle_conflict(self, snapshot: NodeSnapshot) -> None:
+        conflict = self._conflicts.get(snapshot.node)
+        if conflict is not None and conflict.refused_epoch == snapshot.epoch:
+            self.end_conflict(snapshot.node)
+
+    def _post_differences(
+        self, node: str, before: Mapping[str, DeviceRecord], after: Mapping[str, DeviceRecord]
+    ) -> None:
+        for key in before.keys() - after.keys():
+            self._post(ChangeKind.DEVICE_REMOVED, node, key)
+        for key, record in after.items():
+            if record != before.get(key):
+                self._post(_device_change(before.get(key), record), node, key)
+
+    def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
+        self._feed.post(Change(kind, node, device, message))
+
+
+def _available(device: GPUDevice, *, healthy: bool) -> DeviceRecord:
+    return DeviceRecord.model_construct(device=device, available=healthy and device.usable)
+
+
+def _changed(record: NodeRecord, **fields: Any) -> NodeRecord:
+    return record.model_copy(update=fields)
+
+
+def _summary(record: NodeRecord) -> tuple[object, ...]:
+    fields = (record.gpu_backend, record.primary_gpu_device_id, record.gpu_discovery_timestamp)
+    return (*fields, record.epoch, record.host, record.reports)
+
+
+def _device_change(before: DeviceRecord | None, after: DeviceRecord) -> ChangeKind:
+    if before is None:
+        return ChangeKind.DEVICE_ADDED
+    health = (before.device.state, before.device.usable, before.available)
+    same = health == (after.device.state, after.device.usable, after.available)
+    return ChangeKind.DEVICE_UPDATED if same else ChangeKind.DEVICE_HEALTH
+
+
+def _text(value: object) -> str | None:
+    return value[:1024] if isinstance(value, str) else None

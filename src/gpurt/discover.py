@@ -1,0 +1,175 @@
+"""``python -m gpurt.discover`` and ``gpurt discover``: which accelerators are here, and why one is missing.
+
+Exit code: 0 with a usable accelerator, 1 without one (the CPU may be usable), 2 for an error. With ``--json``
+stdout has one JSON document and nothing else (with ``--watch`` one a line, whenever something has changed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpurt.errors import GPUError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gpurt.discovery.result import DiscoveryResult
+    from gpurt.discovery.service import GPUDiscoveryService
+
+EXIT_ACCELERATOR, EXIT_NO_ACCELERATOR, EXIT_ERROR = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    parser.add_argument("--explain", action="store_true", help="say how the answer came about")
+    parser.add_argument("--watch", type=_seconds, metavar="N", help="look again every N seconds, print changes")
+    parser.add_argument("--backend", metavar="NAME", help="ask this backend only")
+    parser.add_argument("--registry", metavar="PATH", help="registry file (default: in the user's state directory)")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="S", help="seconds for each backend (default: 10; 30 the first time)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        GPUError: the options or the environment are wrong.
+    """
+    service = _service(args)
+    if args.watch is None:
+        return asyncio.run(_once(service, args))
+    try:
+        asyncio.run(_watch(service, args))
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m gpurt.discover``. ``argv`` without the program's name; None is ``sys.argv[1:]``."""
+    parser = argparse.ArgumentParser(prog="python -m gpurt.discover", description=(__doc__ or "").split("\n\n")[0])
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code = run(args)
+        sys.stdout.flush()
+    except GPUError as exc:
+        sys.stderr.write(f"{parser.prog}: {exc}\n")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Who reads our output has seen enough. Without this the interpreter would fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+def _service(args: argparse.Namespace) -> GPUDiscoveryService:
+    from gpurt.discovery.service import GPUDiscoveryService
+    from gpurt.plugins import known_names
+    from gpurt.settings import canonical_name
+
+    backends: list[str] | None = None
+    if args.backend is not None:
+        name = canonical_name(args.backend)
+        known = known_names()
+        if name not in known:
+            raise GPUError(f"there is no backend named {args.backend!r}", hint=f"choose one of {', '.join(known)}")
+        backends = [name]
+    if args.registry is not None:
+        _check_registry(args.registry)
+    return GPUDiscoveryService(
+        registry_path=args.registry, backends=backends, probe_timeout=args.timeout, interval=args.watch or 10.0
+    )
+
+
+def _check_registry(text: str) -> None:
+    """Refuse what can never be a file. A directory that does not exist yet is made."""
+    if not text.strip() or "\0" in text:
+        raise GPUError(f"--registry {text!r} is not a path", hint="name a file")
+    path = Path(text)
+    if path.is_dir():
+        raise GPUError(f"--registry {text} is a directory", hint=f"name a file, e.g. {path / 'registry.json'}")
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise GPUError(f"--registry {text}: {existing} is not a directory", hint="name a file in a directory")
+
+
+async def _once(service: GPUDiscoveryService, args: argparse.Namespace) -> int:
+    async with service:
+        result = await service.discover_all_devices()
+    if args.json:
+        _write(result.document())
+    else:
+        _show(result, args)
+    return _exit_code(result)
+
+
+async def _watch(service: GPUDiscoveryService, args: argparse.Namespace) -> None:
+    async with service:
+        if args.json:
+            async for result in service.watch():
+                _write(result.document())
+            return
+        from gpurt.discovery.events import EventType
+        from gpurt.discovery.report import describe
+
+        console = _show(await service.discover_all_devices(), args)
+        async for event in service.subscribe():
+            if event.type is not EventType.SNAPSHOT:
+                console.print(describe(event), soft_wrap=True)
+
+
+def _show(result: DiscoveryResult, args: argparse.Namespace) -> Console:
+    from rich.console import Console
+    from rich.text import Text
+
+    from gpurt.discovery.report import WIDTH_WITHOUT_TERMINAL, render
+
+    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    console = Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
+    for part in render(result, explain=args.explain, environ=os.environ):
+        # Sentences are left to the terminal to wrap, so that a command can be copied in one piece.
+        console.print(part, soft_wrap=isinstance(part, Text))
+    sys.stdout.flush()
+    return console
+
+
+def _write(document: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _exit_code(result: DiscoveryResult) -> int:
+    from gpurt.types import DeviceKind
+
+    passive = (DeviceKind.CPU, DeviceKind.SOFTWARE)
+    usable = any(device.usable and device.kind not in passive for device in result.devices)
+    return EXIT_ACCELERATOR if usable else EXIT_NO_ACCELERATOR
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

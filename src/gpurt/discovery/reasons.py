@@ -1,0 +1,75 @@
+"""What to do about each reason why a backend is absent, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from gpurt.errors import ReasonCode
+
+_INSTALL: Final[Mapping[str, str]] = {
+    # Package names as on PyPI; the extras are those of pyproject.toml.
+    "cuda": "pip install 'gpurt[cuda12]'  # cupy-cuda12x; for a CUDA 13 driver 'gpurt[cuda13]', cupy-cuda13x",
+    "rocm": "pip install 'gpurt[rocm]'  # cupy-rocm-7-0",
+    "metal": "pip install 'gpurt[metal]'  # mlx",
+    "directml": "pip install 'gpurt[directml]'  # onnxruntime-directml",
+    "vulkan": "pip install 'gpurt[vulkan]'  # vulkan; and the vendor's Vulkan driver",
+    "opencl": "pip install 'gpurt[opencl]'  # pyopencl; and the vendor's OpenCL driver",
+    "tflite": "pip install 'gpurt[tflite]'  # ai-edge-litert",
+    "cpu": "pip install --force-reinstall numpy",
+}
+
+_DRIVER: Final[Mapping[str, Mapping[str, str]]] = {
+    "cuda": {
+        "linux": "install the NVIDIA driver (nvidia-smi must work); if it is installed: sudo modprobe nvidia",
+        "win32": "install the NVIDIA driver from nvidia.com",
+    },
+    "rocm": {
+        "linux": "load the amdgpu kernel driver (/dev/kfd must exist): sudo modprobe amdgpu",
+        "win32": "install AMD's driver with HIP support",
+    },
+    "vulkan": {"linux": "install the vendor's Vulkan driver, e.g. mesa-vulkan-drivers"},
+}
+
+_VISIBILITY: Final[Mapping[str, str]] = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "rocm": "ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES",
+    "vulkan": "GGML_VK_VISIBLE_DEVICES",
+}
+
+_PERMISSION: Final[Mapping[str, str]] = {
+    "cuda": "give this user access to /dev/nvidia*; in a container start it with --gpus all",
+    "rocm": "sudo usermod -aG render,video $USER and log in again; in a container --device /dev/kfd --device /dev/dri",
+}
+
+
+def remedy(reason: ReasonCode, backend: str, platform: str) -> str:
+    """What a person can do about ``reason`` of ``backend`` on ``platform``. Never empty."""
+    match reason:
+        case ReasonCode.NO_LIBRARY:
+            return _INSTALL.get(backend, f"install the library that backend {backend} needs")
+        case ReasonCode.NO_DRIVER:
+            generic = f"install the driver that backend {backend} needs"
+            return _DRIVER.get(backend, {}).get(platform, generic)
+        case ReasonCode.DRIVER_MISMATCH:
+            return "reboot, or unload and reload the kernel module: the driver was upgraded while it was loaded"
+        case ReasonCode.NO_PERMISSION:
+            return _PERMISSION.get(backend, "give this user access to the device nodes, or run in their group")
+        case ReasonCode.HIDDEN_BY_ENVIRONMENT:
+            return f"unset {_VISIBILITY.get(backend, 'the visibility variables')}, or name the devices to use in it"
+        case ReasonCode.NO_DEVICE:
+            return "nothing, if this machine has no such device; else check that it is powered, seated and passed on"
+        case ReasonCode.TIMEOUT:
+            return "see the kernel log for driver errors (dmesg); a driver that hangs needs a reset or a reboot"
+        case ReasonCode.CRASHED:
+            return f"reinstall the library of backend {backend}; run python -m gpurt.discovery.probe_child {backend}"
+        case ReasonCode.UNSUPPORTED_DEVICE:
+            return "use another backend for this device, or a version of the library that supports it"
+        case ReasonCode.WRONG_API:
+            return f"upgrade the package that provides backend {backend}, or gpurt, so that their versions agree"
+        case ReasonCode.WRONG_PLATFORM:
+            return "nothing: this operating system does not have it"
+        case ReasonCode.NOT_IMPLEMENTED:
+            return "nothing yet: a later version of gpurt will have it"
+        case ReasonCode.ERROR:
+            return f"read the message; for the whole story run python -m gpurt.discovery.probe_child {backend}"

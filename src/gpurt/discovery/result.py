@@ -1,0 +1,81 @@
+"""DiscoveryResult: everything that one discovery found out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from gpurt.errors import ReasonCode
+from gpurt.types import BackendReport, DeviceKind, GPUDevice, MappingModel
+
+SCHEMA_VERSION: Final = 1
+
+DiscoveryStatus = Literal["complete", "partial", "stale", "failed"]
+
+_INCONCLUSIVE: Final = frozenset({ReasonCode.TIMEOUT, ReasonCode.CRASHED, ReasonCode.ERROR})
+
+
+class DiscoveryResult(MappingModel):
+    """Answers ``result.devices`` and ``result["devices"]`` alike."""
+
+    schema_version: int = SCHEMA_VERSION
+    """``schema`` in JSON documents."""
+    backend_name: str | None
+    """Short name of the preferred backend that has a usable device; None when there is none, not even ``cpu``."""
+    devices: tuple[GPUDevice, ...]
+    """One record per physical device, preferred backends first, unusable devices included."""
+    reports: tuple[BackendReport, ...]
+    """One per backend that was considered, in the order of preference."""
+    discovery_status: DiscoveryStatus
+    """``complete``: every backend gave a definite answer. ``partial``: one hung, crashed or failed for reasons
+    unknown, or a device failed verification. ``stale``: remembered from an earlier run, not looked up yet.
+    ``failed``: nothing usable, not even the CPU."""
+    timestamp: str
+    """ISO 8601, UTC: when the devices were looked up."""
+    registry: str | None = None
+    """Path of the registry file."""
+    persisted: bool = False
+    """Whether the registry file holds this result."""
+    age_s: float = Field(default=0.0, ge=0.0)
+    """Seconds since ``timestamp``."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__("schema_version" if key == "schema" else key)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document of ``python -m gpurt.discover --json``: plain values only."""
+        data = self.model_dump(mode="json", exclude={"schema_version", "persisted", "age_s"})
+        return {"schema": self.schema_version, **data}
+
+
+def summarize(
+    devices: Iterable[GPUDevice], reports: Iterable[BackendReport], *, registry: str | None = None
+) -> DiscoveryResult:
+    """The result of a discovery that has just ended, with backend name and status worked out."""
+    devices, reports = tuple(devices), tuple(reports)
+    usable = [device for device in devices if device.usable and device.kind is not DeviceKind.SOFTWARE]
+    status: DiscoveryStatus = "complete"
+    if not usable:
+        status = "failed"
+    elif any(report.reason in _INCONCLUSIVE for report in reports) or any(map(_failed_verification, devices)):
+        status = "partial"
+    return DiscoveryResult(
+        backend_name=usable[0].backend if usable else None,
+        devices=devices,
+        reports=reports,
+        discovery_status=status,
+        timestamp=utc_now(),
+        registry=registry,
+    )
+
+
+def utc_now() -> str:
+    """ISO 8601 in UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _failed_verification(device: GPUDevice) -> bool:
+    return not device.usable and (device.state_reason or "").startswith("failed verification")

@@ -1,0 +1,90 @@
+"""A subscriber's events: bounded, in order, and honest about what was dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+from gpurt.discovery.events import DeviceEvent, EventType
+from gpurt.discovery.result import DiscoveryResult
+from gpurt.errors import BackendClosed
+
+
+class Subscription:
+    """An async iterator of events.
+
+    It drives discovery itself: while a subscriber waits, devices are looked up as often as it asked. One that does
+    not read for long loses events; it then gets one ``snapshot`` in their place, with ``reason`` ``"overflow"``.
+    Ends when the service shuts down. One task at a time may iterate.
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[], Awaitable[object]],
+        seconds_to_poll: Callable[[], float],
+        current: Callable[[], DiscoveryResult | None],
+        maximum: int,
+    ) -> None:
+        self._poll = poll
+        self._seconds_to_poll = seconds_to_poll
+        self._current = current
+        self._maximum = maximum
+        self._events: deque[DeviceEvent] = deque()
+        self._greeted = False
+        self._overflowed = False
+        self._closed = False
+        self._wake: asyncio.Event | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> DeviceEvent:
+        while True:
+            if self._overflowed:
+                self._overflowed = False
+                self._events.clear()
+                return DeviceEvent(type=EventType.SNAPSHOT, snapshot=self._current(), reason="overflow")
+            if self._events:
+                return self._events.popleft()
+            if self._closed:
+                raise StopAsyncIteration
+            await self._wait()
+
+    def publish(self, events: Sequence[DeviceEvent], *, since: DiscoveryResult | None) -> None:
+        """Hand over ``events``, which happened after ``since``. On the event loop."""
+        if not self._greeted and since is not None:
+            events = (DeviceEvent(type=EventType.SNAPSHOT, snapshot=since), *events)
+        self._greeted = True
+        if len(self._events) + len(events) > self._maximum:
+            self._overflowed = True
+        else:
+            self._events.extend(events)
+        if self._wake is not None:
+            self._wake.set()
+
+    def close(self) -> None:
+        """End the iteration after what is queued."""
+        self._closed = True
+        if self._wake is not None:
+            self._wake.set()
+
+    async def _wait(self) -> None:
+        """Until there may be something to read; looks devices up when it is time."""
+        delay = self._seconds_to_poll()
+        if delay <= 0:
+            try:
+                await self._poll()
+            except BackendClosed:
+                if not self._closed:
+                    raise
+            return
+        self._wake = asyncio.Event()
+        try:
+            async with asyncio.timeout(delay):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._wake = None

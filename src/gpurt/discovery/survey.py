@@ -1,0 +1,108 @@
+"""Asking every backend of this host at once. Each costs at most its own deadline, and none can harm another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Final, Protocol
+
+from gpurt import plugins
+from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
+from gpurt.discovery.gate import PCI_VENDORS, gate, has_pci_vendor
+from gpurt.discovery.in_place import InPlaceProber, has_child_processes
+from gpurt.discovery.offload import off_loop
+from gpurt.discovery.wire import Failure, ProbeOutcome
+from gpurt.factory import PLATFORM_BACKEND_PRIORITY
+from gpurt.platforms import Platform
+from gpurt.settings import SelectionSettings
+
+PLUGIN_LOAD_DEADLINE_S: Final = 5.0
+"""Plug-ins are only loaded here to learn their priorities, and only where there are two or more."""
+
+_log = logging.getLogger("gpurt.discovery")
+
+
+class Prober(Protocol):
+    """:class:`gpurt.discovery.probe.ChildProber`, or a stand-in."""
+
+    async def probe(
+        self, name: str, *, deadline: float, environ: Mapping[str, str], verified: Set[str] = frozenset()
+    ) -> ProbeOutcome: ...
+
+
+async def backend_names(platform: Platform, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Backends to ask on this platform: its priority list with plug-ins just before ``cpu``.
+
+    Raises:
+        GPUError: GPURT_PLUGINS has a value that is not allowed.
+    """
+    listed = PLATFORM_BACKEND_PRIORITY[platform]
+    token = plugins.third_party_enabled.set(SelectionSettings.from_environ(environ).plugins)
+    try:
+        extra = await plugins.plugin_order(listed, PLUGIN_LOAD_DEADLINE_S)
+    finally:
+        plugins.third_party_enabled.reset(token)
+    return (*(name for name in listed if name != "cpu"), *extra, "cpu")
+
+
+class Survey:
+    """Gate and probes of one service.
+
+    Args:
+        prober: runs the probes that need a process of their own.
+        root: where ``/dev`` and ``/sys`` are found.
+    """
+
+    def __init__(self, prober: Prober, platform: Platform, *, root: Path = Path("/")) -> None:
+        self._prober = prober
+        self._in_place = InPlaceProber()
+        self._platform: Platform = platform
+        self._root = root
+
+    async def ask(
+        self, deadlines: Mapping[str, float], environ: Mapping[str, str], verified: Set[str]
+    ) -> dict[str, BackendAnswer]:
+        """Ask the backends named in ``deadlines`` (seconds) at once; every one of them has an answer."""
+        refused, registered = await off_loop("gate", lambda: (self._gate(tuple(deadlines)), _registered_names()))
+        async with asyncio.TaskGroup() as group:
+            asked = {
+                name: group.create_task(self._probe(name, deadline, environ, verified, name in registered))
+                for name, deadline in deadlines.items()
+                if name not in refused
+            }
+        return {
+            name: unavailable(name, refused[name], self._platform) if name in refused else asked[name].result()
+            for name in deadlines
+        }
+
+    def _gate(self, names: Sequence[str]) -> dict[str, Failure]:
+        found = ((name, gate(name, platform=self._platform, root=self._root)) for name in names)
+        return {name: failure for name, failure in found if failure is not None}
+
+    async def _probe(
+        self, name: str, deadline: float, environ: Mapping[str, str], verified: Set[str], registered: bool
+    ) -> BackendAnswer:
+        # The CPU backend has no vendor library that could hang or crash: a process for it would be a waste. What
+        # code has registered in this process no other process knows.
+        if name == "cpu" or registered or not has_child_processes(self._platform):
+            outcome = await self._in_place.probe(name, deadline=deadline, verified=verified)
+        else:
+            outcome = await self._prober.probe(name, deadline=deadline, environ=environ, verified=verified)
+        on_bus = None
+        if outcome.failure is not None:
+            _log.info("backend %s: %s: %s", name, outcome.failure.reason, outcome.failure.message)
+            vendor = PCI_VENDORS.get(name)
+            if vendor is not None:
+                on_bus = await off_loop("pci", lambda: has_pci_vendor(self._root, vendor))
+        return assemble(name, outcome, environ=environ, platform=self._platform, on_bus=on_bus)
+
+
+def _registered_names() -> frozenset[str]:
+    """Names that ``plugins.register`` was given, beyond the built-in ones."""
+    token = plugins.third_party_enabled.set(False)
+    try:
+        return frozenset(plugins.known_names()) - plugins.BUILTIN_BACKENDS.keys()
+    finally:
+        plugins.third_party_enabled.reset(token)

@@ -1,0 +1,106 @@
+"""What a probe says: JSON lines from the child to the parent, and the outcome that the parent makes of them.
+
+Each line carries the token of its probe. Lines without it are noise (``.pth`` files and ``sitecustomize`` may print
+on stdout before the probe takes it over) and are skipped; a line with the token that does not validate means that
+the probe cannot be trusted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from gpurt.errors import ReasonCode
+from gpurt.types import GPUDevice
+
+MAX_ANSWER_BYTES: Final = 4 << 20
+"""1,000 devices of 4 KiB each: more than any host has. What is longer is not an answer."""
+
+STDERR_TAIL_BYTES: Final = 4096
+
+
+class ProbeLine(BaseModel):
+    """One step of a probe, sent as soon as it is known, so that a later crash does not lose it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    stage: Literal["doing", "sighted", "opened", "verified", "failed"]
+    """``doing``: ``message`` says what comes next, for the report if that crashes or hangs. ``sighted``: devices
+    that the management library shows, or why it shows none. ``opened``: devices of the driver, not verified yet.
+    ``verified`` and ``failed`` end the answer."""
+    devices: tuple[GPUDevice, ...] = ()
+    reason: ReasonCode | None = None
+    message: str = ""
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why something could not be used."""
+
+    reason: ReasonCode
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOutcome:
+    """What came of one probe. Exactly one of ``verified`` and ``failure`` is set."""
+
+    sighted: tuple[GPUDevice, ...] = ()
+    """Shown by the management library (NVML), whether the backend's own library can use them or not."""
+    sighting_failure: Failure | None = None
+    opened: tuple[GPUDevice, ...] = ()
+    verified: tuple[GPUDevice, ...] | None = None
+    failure: Failure | None = None
+    elapsed_ms: float = 0.0
+
+
+class Transcript:
+    """Lines of one probe so far."""
+
+    def __init__(self) -> None:
+        self._sighted: tuple[GPUDevice, ...] = ()
+        self._sighting_failure: Failure | None = None
+        self._opened: tuple[GPUDevice, ...] = ()
+        self._verified: tuple[GPUDevice, ...] | None = None
+        self._failure: Failure | None = None
+        self.doing = "starting"
+        """What the probe was doing last."""
+
+    @property
+    def complete(self) -> bool:
+        """The probe said everything it will say."""
+        return self._verified is not None or self._failure is not None
+
+    def add(self, line: ProbeLine) -> None:
+        failure = Failure(line.reason, line.message, line.hint) if line.reason is not None else None
+        match line.stage:
+            case "doing":
+                self.doing = line.message
+            case "sighted":
+                self._sighted, self._sighting_failure = line.devices, failure
+            case "opened":
+                self._opened = line.devices
+            case "verified":
+                self._verified = line.devices
+            case "failed":
+                self.fail(failure or Failure(ReasonCode.ERROR, line.message, line.hint))
+
+    def fail(self, failure: Failure) -> None:
+        if not self.complete:
+            self._failure = failure
+
+    def outcome(self, elapsed_ms: float) -> ProbeOutcome:
+        if not self.complete:
+            raise ValueError("the probe has not ended")
+        return ProbeOutcome(
+            sighted=self._sighted,
+            sighting_failure=self._sighting_failure,
+            opened=self._opened,
+            verified=self._verified,
+            failure=self._failure,
+            elapsed_ms=round(elapsed_ms, 1),
+        )

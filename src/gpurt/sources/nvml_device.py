@@ -1,0 +1,312 @@
+"""One NVIDIA GPU read field by field through NVML: a call that fails costs its field and leaves the reason.
+
+Internal to :mod:`gpurt.sources.nvml`, which owns the library; nothing here initialises it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpurt.identity import normalize_pci_address, normalize_uuid
+from gpurt.sources.host import memory_budget, pci_numa_node
+from gpurt.types import DeviceState, Telemetry
+
+_log = logging.getLogger("gpurt.sources.nvml")
+
+# nvmlReturn_t of nvml.h
+NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 3, 4, 13, 15, 16
+ARGUMENT_VERSION_MISMATCH = 25
+
+_REASONS = {NOT_SUPPORTED: "unsupported", FUNCTION_NOT_FOUND: "unsupported", ARGUMENT_VERSION_MISMATCH: "unsupported"}
+_REASONS[NO_PERMISSION] = "no_permission"
+
+_MEMORY_V2 = 0x02000028  # nvmlMemory_v2 of nvml.h
+_MEMORY_FIELDS = ("memory_total_bytes", "memory_free_bytes", "memory_used_bytes", "memory_reserved_bytes")
+_CLOCK_SM, _CLOCK_MEM, _TEMPERATURE_GPU = 1, 2, 0
+
+# CUDA C++ Programming Guide, throughput of 32-bit floating-point instructions: lanes of one multiprocessor.
+_CORES_PER_MULTIPROCESSOR = {
+    "6.0": 64, "6.1": 128, "6.2": 128, "7.0": 64, "7.2": 64, "7.5": 64, "8.0": 64, "8.6": 128, "8.7": 128,
+    "8.9": 128, "9.0": 128, "10.0": 128, "10.3": 128, "11.0": 128, "12.0": 128, "12.1": 128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlPartition:
+    """One MIG device of a GPU. ``partition`` is ``gi/ci``: GPU instance and compute instance."""
+
+    uuid: str | None
+    name: str | None
+    partition: str | None
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    multiprocessor_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlDevice:
+    """One physical GPU as NVML shows it; visibility variables do not apply. None is "not told"; bytes, MHz, GB/s.
+
+    ``index`` is NVML's order (by PCI bus), which need not be CUDA's: join by ``uuid`` or ``pci_address``.
+    ``unavailable`` says why a field is None: ``unsupported no_permission error invalid``.
+    """
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    pci_address: str | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    """What the driver keeps for itself. ``total = used + free + reserved``."""
+    includes_reserved: bool = False
+    """``memory_used_bytes`` contains the driver's own part: this driver cannot tell them apart."""
+    unified_memory: bool = False
+    """The GPU has no memory of its own: the figures are the host's."""
+    compute_capability: str | None = None
+    core_count: int | None = None
+    multiprocessor_count: int | None = None
+    max_clock_mhz: int | None = None
+    memory_bandwidth_gbps: float | None = None
+    numa_node: int | None = None
+    state: DeviceState = DeviceState.HEALTHY
+    reason: str | None = None
+    """Why ``state`` is not healthy, for people."""
+    partitions: tuple[NvmlPartition, ...] = ()
+    """Not empty: MIG is on, and only these can be allocated from, not the whole GPU."""
+    unavailable: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    total: int | None = None
+    free: int | None = None
+    used: int | None = None
+    reserved: int | None = None
+    includes_reserved: bool = False
+    unified: bool = False
+
+
+def error_code(exc: BaseException) -> int | None:
+    """NVML's return code, or None for an exception that is not NVML's."""
+    value = getattr(exc, "value", None)
+    return value if isinstance(value, int) else None
+
+
+class FieldReader:
+    """Calls functions of the ``pynvml`` module by name and keeps the reason of each field that stays empty.
+
+    Attributes:
+        unavailable: field name to reason.
+        error: the exception of the last call that failed.
+        lost: the exception that said "GPU is lost"; no call is made after it.
+    """
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self.unavailable: dict[str, str] = {}
+        self.error: Exception | None = None
+        self.lost: Exception | None = None
+
+    def read(self, name: str, function: str, *args: Any) -> Any:
+        """What the function returns, or None."""
+        if self.lost is not None:
+            self.unavailable[name] = "error"
+            return None
+        try:
+            return getattr(self._nvml, function)(*args)
+        except Exception as exc:  # also what modules that only look like nvidia-ml-py raise
+            code = error_code(exc)
+            if code == GPU_IS_LOST:
+                self.lost = exc
+            missing = isinstance(exc, AttributeError | TypeError)
+            self.unavailable[name] = "unsupported" if missing else _REASONS.get(code or 0, "error")
+            self.error = exc
+            _log.debug("%s failed: %s", function, exc)
+            return None
+
+    def text(self, name: str, function: str, *args: Any) -> str | None:
+        """Text; modules up to 11.4 return bytes."""
+        value = self.read(name, function, *args)
+        if isinstance(value, bytes):
+            value = value.decode(errors="replace")
+        return value or None
+
+    def number(self, name: str, low: int, high: int, function: str, *args: Any) -> int | None:
+        """An integer within ``low`` and ``high``. What cannot be is no value, and never clamped to one; that takes in
+        NVML's marks for "not available", the largest unsigned int and unsigned long long."""
+        return self.checked(name, self.read(name, function, *args), low, high)
+
+    def checked(self, name: str, value: int | None, low: int, high: int) -> int | None:
+        if value is not None and not low <= value <= high:
+            self.unavailable[name] = "invalid"
+            return None
+        return value
+
+    def memory(self, handle: Any, root: Path) -> _Memory:
+        """Memory figures by version 2, else by version 1; the host's where the GPU shares the host's memory."""
+        memory = self._device_memory(handle)
+        unsupported = self.error is not None and error_code(self.error) == NOT_SUPPORTED
+        if memory is None and unsupported and self.unavailable.get("memory") == "unsupported":
+            # GB10, Jetson and their like: one memory for CPU and GPU, which NVML does not report.
+            host = memory_budget(root)
+            memory = _Memory(host.total_bytes, host.usable_bytes, host.total_bytes - host.usable_bytes, unified=True)
+            del self.unavailable["memory"]
+        memory = memory or _Memory()
+        reason = self.unavailable.pop("memory", "unsupported")
+        values = (memory.total, memory.free, memory.used, memory.reserved)
+        for name, value in zip(_MEMORY_FIELDS, values, strict=True):
+            if value is None:
+                self.unavailable.setdefault(name, reason)
+        return memory
+
+    def _device_memory(self, handle: Any) -> _Memory | None:
+        version = getattr(self._nvml, "nvmlMemory_v2", _MEMORY_V2)
+        info, includes_reserved = self.read("memory", "nvmlDeviceGetMemoryInfo", handle, version), False
+        if info is None:
+            info, includes_reserved = self.read("memory", "nvmlDeviceGetMemoryInfo", handle), True
+        if info is None:
+            return None
+        self.unavailable.pop("memory", None)
+        total = self.checked("memory", int(info.total), 1, 2**62)
+        if total is None:
+            return None
+        return _Memory(
+            total,
+            self.checked("memory_free_bytes", int(info.free), 0, total),
+            self.checked("memory_used_bytes", int(info.used), 0, total),
+            None if includes_reserved else self.checked("memory_reserved_bytes", int(info.reserved), 0, total),
+            includes_reserved=includes_reserved,
+        )
+
+
+def describe_device(nvml: Any, index: int, handle: Any, root: Path) -> NvmlDevice:
+    """Everything that does not change from second to second, and memory. Never raises for the device's sake."""
+    fields = FieldReader(nvml)
+    name = fields.text("name", "nvmlDeviceGetName", handle)
+    uuid = normalize_uuid(fields.text("uuid", "nvmlDeviceGetUUID", handle))
+    pci = fields.read("pci_address", "nvmlDeviceGetPciInfo", handle)
+    address = normalize_pci_address(getattr(pci, "busId", None))
+    capability = fields.read("compute_capability", "nvmlDeviceGetCudaComputeCapability", handle)
+    compute_capability = f"{capability[0]}.{capability[1]}" if capability else None
+    memory = fields.memory(handle, root)
+    cores = fields.number("core_count", 1, 2**24, "nvmlDeviceGetNumGpuCores", handle)
+    lanes = _CORES_PER_MULTIPROCESSOR.get(compute_capability or "")
+    max_clock = fields.number("max_clock_mhz", 1, 100_000, "nvmlDeviceGetMaxClockInfo", handle, _CLOCK_SM)
+    state, reason = _health(fields, handle)
+    return NvmlDevice(
+        index=index,
+        name=name,
+        uuid=uuid,
+        pci_address=address,
+        memory_total_bytes=memory.total,
+        memory_free_bytes=memory.free,
+        memory_used_bytes=memory.used,
+        memory_reserved_bytes=memory.reserved,
+        includes_reserved=memory.includes_reserved,
+        unified_memory=memory.unified,
+        compute_capability=compute_capability,
+        core_count=cores,
+        multiprocessor_count=cores // lanes if cores and lanes else None,
+        max_clock_mhz=max_clock,
+        memory_bandwidth_gbps=_bandwidth(fields, handle),
+        numa_node=pci_numa_node(address, root) if address else None,
+        partitions=_partitions(nvml, fields, handle, root),
+        # Last, because any of the calls above may be the one that finds out.
+        state=state if fields.lost is None else DeviceState.LOST,
+        reason=reason if fields.lost is None else describe_error(fields.lost),
+        unavailable=fields.unavailable,
+    )
+
+
+def read_telemetry(fields: FieldReader, handle: Any, root: Path) -> Telemetry:
+    """One reading; ``fields.lost`` is set afterwards if the GPU turned out to be gone."""
+    memory = fields.memory(handle, root)
+    raw_temperature = fields.read("temperature_c", "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
+    if raw_temperature is not None and 2**31 <= raw_temperature < 2**32 - 1:
+        raw_temperature -= 2**32  # the binding reads a signed value as unsigned; -1 means "not available"
+    temperature = fields.checked("temperature_c", raw_temperature, -50, 250)
+    milliwatt = fields.number("power_w", 0, 2**31 - 1, "nvmlDeviceGetPowerUsage", handle)
+    clock = fields.number("clock_mhz", 0, 100_000, "nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
+    rates = fields.read("utilization_percent", "nvmlDeviceGetUtilizationRates", handle)
+    utilization = fields.checked("utilization_percent", int(rates.gpu) if rates is not None else None, 0, 100)
+    return Telemetry(
+        memory_total_bytes=memory.total,
+        memory_used_bytes=memory.used,
+        memory_free_bytes=memory.free,
+        memory_reserved_bytes=memory.reserved,
+        temperature_c=temperature,
+        power_w=milliwatt / 1000 if milliwatt is not None else None,
+        clock_mhz=clock,
+        utilization_percent=utilization,
+        unavailable=fields.unavailable,
+    )
+
+
+def error_state(exc: BaseException) -> DeviceState:
+    """What a device is whose handle cannot be had."""
+    states = {GPU_IS_LOST: DeviceState.LOST, RESET_REQUIRED: DeviceState.DEGRADED}
+    return states.get(error_code(exc) or 0, DeviceState.SUSPECT)
+
+
+def describe_error(exc: BaseException) -> str:
+    code = error_code(exc)
+    advice = {GPU_IS_LOST: "fallen off the bus; reboot the machine", RESET_REQUIRED: "needs `nvidia-smi --gpu-reset`"}
+    return f"{advice.get(code or 0, 'NVML gives no access to it')}: {exc}" + ("" if code is None else f" [{code}]")
+
+
+def _health(fields: FieldReader, handle: Any) -> tuple[DeviceState, str | None]:
+    rows = fields.read("remapped_rows", "nvmlDeviceGetRemappedRows", handle)
+    fields.unavailable.pop("remapped_rows", None)  # not a field of the record
+    if rows is not None:
+        _, _, pending, failed = rows
+        # Rows that have been remapped are history; only what still waits, or failed, is a defect of today.
+        if failed:
+            return DeviceState.DEGRADED, "a memory row could not be remapped: replace the GPU"
+        if pending:
+            return DeviceState.DEGRADED, "memory rows wait to be remapped: reset the GPU (`nvidia-smi --gpu-reset`)"
+    return DeviceState.HEALTHY, None
+
+
+def _bandwidth(fields: FieldReader, handle: Any) -> float | None:
+    field_name = "memory_bandwidth_gbps"
+    clock = fields.number(field_name, 1, 100_000, "nvmlDeviceGetMaxClockInfo", handle, _CLOCK_MEM)
+    bits = fields.number(field_name, 1, 2**20, "nvmlDeviceGetMemoryBusWidth", handle)
+    # Two transfers a clock: NVML gives the clock of the data lines' strobe for every memory type.
+    return 2 * clock * 1e6 * bits / 8 / 1e9 if clock and bits else None
+
+
+def _partitions(nvml: Any, fields: FieldReader, handle: Any, root: Path) -> tuple[NvmlPartition, ...]:
+    mode = fields.read("mig", "nvmlDeviceGetMigMode", handle)
+    fields.unavailable.pop("mig", None)  # most GPUs have no such thing
+    if not mode or mode[0] != 1:
+        return ()
+    found: list[NvmlPartition] = []
+    for index in range(fields.number("partitions", 0, 64, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except Exception as exc:  # most slots are empty: NOT_FOUND is the normal answer
+            _log.debug("no MIG device %d: %s", index, exc)
+            continue
+        own = FieldReader(nvml)
+        gpu_instance = own.read("partition", "nvmlDeviceGetGpuInstanceId", part)
+        compute_instance = own.read("partition", "nvmlDeviceGetComputeInstanceId", part)
+        attributes = own.read("multiprocessor_count", "nvmlDeviceGetAttributes", part)
+        memory = own.memory(part, root)
+        known = gpu_instance is not None and compute_instance is not None
+        found.append(
+            NvmlPartition(
+                uuid=normalize_uuid(own.text("uuid", "nvmlDeviceGetUUID", part), prefix="MIG-"),
+                name=own.text("name", "nvmlDeviceGetName", part),
+                partition=f"{gpu_instance}/{compute_instance}" if known else None,
+                memory_total_bytes=memory.total,
+                memory_free_bytes=memory.free,
+                multiprocessor_count=int(attributes.multiprocessorCount) if attributes is not None else None,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""The groups of :class:`gpurt.testing.BackendConformance`, one topic a module."""

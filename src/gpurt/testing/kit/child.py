@@ -1,0 +1,97 @@
+"""Scenarios that need a process of their own: ``python -m gpurt.testing.kit.child SCENARIO module:callable``.
+
+``exit``: end while a driver call hangs. ``fork``: use the backend in a forked child. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any, cast
+
+from gpurt.errors import GPUError
+from gpurt.testing.kit.base import load_factory
+
+
+async def hang_and_leave(spec: str) -> None:
+    backend: Any = load_factory(spec)
+    await backend.initialize()
+    device_id = backend.devices[0].device_id
+    entered = threading.Event()
+
+    def sync(index: int) -> None:
+        entered.set()
+        threading.Event().wait()
+
+    backend.driver.sync = sync
+    call = asyncio.create_task(backend.synchronize(device_id))
+    while not entered.is_set():
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.wait({call})
+
+
+async def fork_and_use(spec: str) -> dict[str, object]:
+    backend = load_factory(spec)
+    await backend.initialize()
+    device_id = backend.devices[0].device_id
+    handle = await backend.allocate(device_id, 64)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        answers: list[str] = []
+        try:
+            # The running coroutine came along, so the child can drive backend calls by hand, without a loop.
+            for call in (
+                backend.allocate(device_id, 64),
+                backend.copy_from_device(handle),
+                backend.deallocate(handle),
+                backend.synchronize(device_id),
+            ):
+                try:
+                    call.send(None)
+                    answers.append("suspended: it would wait for a thread that the child does not have")
+                except GPUError as exc:
+                    answers.append(type(exc).__name__)
+                except StopIteration:
+                    answers.append("returned")
+            os.write(write_end, json.dumps(answers).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    deadline = time.monotonic() + 10
+    answers: object = "the child did not answer"
+    os.set_blocking(read_end, False)
+    while time.monotonic() < deadline:
+        try:
+            answers = json.loads(os.read(read_end, 4096))
+            break
+        except BlockingIOError:
+            await asyncio.sleep(0.005)
+    os.waitpid(pid, 0)
+    os.close(read_end)
+    # The parent is unharmed.
+    await backend.copy_to_device(b"p" * 64, handle)
+    parent = await backend.copy_from_device(handle) == b"p" * 64
+    await backend.deallocate(handle)
+    await backend.shutdown()
+    return {"child": answers, "parent": parent}
+
+
+def main(scenario: str, spec: str) -> None:
+    if scenario == "exit":
+        asyncio.run(hang_and_leave(spec))
+        # Just before the interpreter starts to end.
+        answer: dict[str, object] = {"left": time.time()}
+    else:
+        answer = asyncio.run(fork_and_use(spec))
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*cast("tuple[str, str]", tuple(sys.argv[1:3])))

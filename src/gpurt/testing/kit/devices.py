@@ -1,0 +1,117 @@
+"""Devices, telemetry, and claims that must be true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpurt.backend import GPUBackend
+from gpurt.errors import DeviceNotFound, OutOfRange
+from gpurt.testing.kit.base import ConformanceBase, usage
+from gpurt.types import Capabilities, GPUDevice
+
+MIB = 1 << 20
+
+
+class DeviceTests(ConformanceBase):
+    async def test_devices_are_listed_alike(self, backend: GPUBackend) -> None:
+        devices = await backend.list_devices()
+        assert isinstance(devices, tuple)
+        assert devices
+        assert [d.device_id for d in backend.devices] == [d.device_id for d in devices]
+        for device in devices:
+            found = await backend.get_device(device.device_id)
+            assert found is not None
+            assert found.device_id == device.device_id
+            assert found.stable_id == device.stable_id
+
+    async def test_device_ids_and_identities_are_unique(self, backend: GPUBackend) -> None:
+        devices = await backend.list_devices()
+        assert len({d.device_id for d in devices}) == len(devices)
+        assert len({d.stable_id for d in devices}) == len(devices)
+
+    async def test_device_record_is_whole(self, backend: GPUBackend) -> None:
+        for device in await backend.list_devices():
+            assert isinstance(device, GPUDevice)
+            assert device.backend
+            assert device.name
+            assert device.vendor
+            assert device.memory_bytes is None or device.memory_bytes > 0
+            if device.memory_bytes is not None and device.memory_available is not None:
+                assert device.memory_available <= device.memory_bytes
+            for measured in ("compute_units", "max_threads_per_block", "clock_rate_mhz", "bandwidth_gbps"):
+                # 0 would be a lie: what is not known is None.
+                value = getattr(device, measured)
+                assert value is None or value > 0, measured
+            assert GPUDevice.model_validate_json(device.model_dump_json()) == device
+
+    async def test_unknown_device(self, backend: GPUBackend) -> None:
+        for name in ("nope:0", "", "cpu", f"{backend.devices[0].device_id}9"):
+            assert await backend.get_device(name) is None
+            for call in (
+                backend.allocate,
+                lambda name, _: backend.synchronize(name),
+                lambda name, _: backend.get_device_memory_info(name),
+                lambda name, _: backend.get_device_temperature(name),
+                lambda name, _: backend.get_device_power_usage(name),
+                lambda name, _: backend.get_device_clock_rate(name),
+            ):
+                with pytest.raises(DeviceNotFound):
+                    await call(name, 64)
+
+    async def test_memory_info(self, backend: GPUBackend) -> None:
+        for device in backend.devices:
+            info = await backend.get_device_memory_info(device.device_id)
+            assert info.total_bytes > 0
+            assert info.used_bytes + info.available_bytes + info.reserved_bytes <= info.total_bytes * 1.01 + MIB
+            assert dict(info) == {key: info[key] for key in info.keys()}  # noqa: SIM118 - keys() is the point
+
+    async def test_memory_info_follows_allocations(self, backend: GPUBackend, device_id: str) -> None:
+        size = 32 * MIB
+        before = await backend.get_device_memory_info(device_id)
+        async with backend.allocation(device_id, size) as handle:
+            await backend.copy_to_device(bytes(size), handle)
+            during = await backend.get_device_memory_info(device_id)
+        # Other processes come and go meanwhile, hence half.
+        assert during.used_bytes - before.used_bytes >= size // 2 or during.available_bytes <= (
+            before.available_bytes - size // 2
+        )
+
+    async def test_temperature_power_and_clock_are_plausible_or_none(self, backend: GPUBackend) -> None:
+        for device in backend.devices:
+            temperature = await backend.get_device_temperature(device.device_id)
+            power = await backend.get_device_power_usage(device.device_id)
+            clock = await backend.get_device_clock_rate(device.device_id)
+            assert temperature is None or -40 < temperature < 150
+            assert power is None or 0 < power < 5000
+            assert clock is None or 0 < clock < 20_000
+            assert not isinstance(temperature, bool)
+            assert clock is None or isinstance(clock, int)
+
+    async def test_claim_telemetry(self, backend: GPUBackend, capabilities: Capabilities) -> None:
+        getters: dict[str, Any] = {
+            "temperature_c": backend.get_device_temperature,
+            "power_w": backend.get_device_power_usage,
+            "clock_mhz": backend.get_device_clock_rate,
+        }
+        for field, get in getters.items():
+            for device in backend.devices:
+                value = await get(device.device_id)
+                if value is not None:
+                    assert field in capabilities.telemetry, f"{field} is reported but not claimed"
+
+    async def test_claim_largest_allocation(
+        self, backend: GPUBackend, device_id: str, capabilities: Capabilities
+    ) -> None:
+        if capabilities.max_allocation_bytes is None:
+            pytest.skip("no largest allocation is claimed")
+        with pytest.raises(OutOfRange):
+            await backend.allocate(device_id, capabilities.max_allocation_bytes + 1)
+
+    async def test_ledger_limit_is_visible(self, backend: GPUBackend, device_id: str) -> None:
+        entry = usage(backend, device_id)
+        if entry is None or entry.limit_bytes is None:
+            pytest.skip("no limit is set")
+        info = await backend.get_device_memory_info(device_id)
+        assert info.available_bytes <= entry.limit_bytes

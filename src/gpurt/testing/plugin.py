@@ -1,0 +1,82 @@
+"""pytest plug-in, loaded by entry point: markers, the unavailable-backend rule, expectations of the kit.
+
+Every pytest run of an environment with gpurt installed imports this module, so it imports nothing but pytest.
+
+``GPURT_TEST_REQUIRE`` is a comma-separated list of backend names, e.g. ``cuda``. Without it a fixture named
+``backend`` or ``driver`` that raises :class:`gpurt.errors.BackendUnavailable` skips its test. A backend in the
+list must be there: the same exception fails the test, so that a broken GPU machine cannot look green.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import pytest
+
+REQUIRE_VARIABLE = "GPURT_TEST_REQUIRE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a real accelerator")
+    config.addinivalue_line("markers", "slow: heavy variant, run before a release")
+
+
+def required_backends() -> frozenset[str]:
+    """Names in ``GPURT_TEST_REQUIRE``."""
+    return frozenset(name.strip() for name in os.environ.get(REQUIRE_VARIABLE, "").split(",") if name.strip())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except RuntimeError as exc:
+        # The module is loaded if the exception is ours; importing it here would load pydantic into every run.
+        errors = sys.modules.get("gpurt.errors")
+        if errors is None or fixturedef.argname not in ("backend", "driver"):
+            raise
+        if not isinstance(exc, errors.BackendUnavailable):
+            raise
+        required = required_backends()
+        # An exception that does not name its backend is taken as the one that is required.
+        if required and (exc.backend is None or exc.backend in required):
+            pytest.fail(f"{REQUIRE_VARIABLE} asks for this backend: [{exc.reason}] {exc}", pytrace=False)
+        pytest.skip(f"[{exc.reason}] {exc}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        cls: type | None = getattr(item, "cls", None)
+        if cls is None or not getattr(cls, "gpurt_conformance", False):
+            continue
+        unsupported = _expectations(cls, "unsupported")
+        expected_failures = _expectations(cls, "expected_failures")
+        if (why := _match(item, unsupported)) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"unsupported: {why}"))
+        elif (why := _match(item, expected_failures)) is not None:
+            item.add_marker(pytest.mark.xfail(reason=why, strict=True))
+
+
+def _expectations(cls: type, attribute: str) -> Mapping[str, str]:
+    patterns = cast("Mapping[str, str]", getattr(cls, attribute))
+    names = [name for name in dir(cls) if name.startswith("test_")]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern.partition("[")[0]) for name in names):
+            # A pattern that matches nothing would silently stop excusing a test that was renamed.
+            raise pytest.UsageError(f"{cls.__name__}.{attribute}: no test matches {pattern!r}")
+    return patterns
+
+
+def _match(item: pytest.Item, patterns: Mapping[str, str]) -> str | None:
+    name = str(getattr(item, "originalname", item.name))
+    for pattern, why in patterns.items():
+        # A pattern with brackets names one parametrised case exactly.
+        if item.name == pattern or ("[" not in pattern and fnmatchcase(name, pattern)):
+            return why
+    return None

@@ -1,0 +1,156 @@
+"""What NVML, CUDA and the environment say, as one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpurt.discovery.assemble import BackendAnswer, assemble
+from gpurt.discovery.gate import gate, has_pci_vendor
+from gpurt.discovery.reasons import remedy
+from gpurt.discovery.wire import Failure, ProbeOutcome
+from gpurt.errors import ReasonCode
+from gpurt.types import DeviceState, GPUDevice
+from tests.discovery.records import UUIDS, device
+
+CVD = "CUDA_VISIBLE_DEVICES"
+
+
+def seen(n: int, **fields: Any) -> GPUDevice:
+    return device(n, **({"device_id": f"nvml:{n}", "backend_name": "nvml", "usable": False} | fields))
+
+
+def answer(environ: dict[str, str] | None = None, on_bus: bool | None = None, **outcome: Any) -> BackendAnswer:
+    return assemble("cuda", ProbeOutcome(**outcome), environ=environ or {}, platform="linux", on_bus=on_bus)
+
+
+NO_CUPY = Failure(ReasonCode.NO_LIBRARY, "CuPy is not installed", "pip install cupy-cuda12x")
+
+
+def test_a_card_of_both_is_one_record() -> None:
+    given = answer(sighted=(seen(0), seen(1)), verified=(device(1, device_id="cuda:0"), device(0, device_id="cuda:1")))
+    assert [d.device_id for d in given.devices] == ["cuda:0", "cuda:1"]
+    assert given.report.status == "ok"
+    assert given.report.device_ids == ("cuda:0", "cuda:1")
+
+
+def test_nvml_completes_what_cuda_does_not_tell() -> None:
+    given = answer(sighted=(seen(0),), verified=(device(0, known="pci", driver_version=None),))
+    (card,) = given.devices
+    assert card.driver_version == "590.48.01"
+    assert card.stable_id == UUIDS[0]
+
+
+def test_a_card_that_nvml_calls_lost_is_not_usable_although_cuda_lists_it() -> None:
+    lost = seen(0, state=DeviceState.LOST, state_reason="GPU is lost")
+    (card,) = answer(sighted=(lost,), verified=(device(0),)).devices
+    assert not card.usable
+    assert card.state is DeviceState.LOST
+
+
+def test_without_cupy_cards_are_listed_with_the_reason() -> None:
+    given = answer(sighted=(seen(0), seen(1)), failure=NO_CUPY)
+    assert [d.usable for d in given.devices] == [False, False]
+    assert all((d.state_reason or "").startswith("no_library") for d in given.devices)
+    assert all(d.state is DeviceState.HEALTHY for d in given.devices)
+    assert given.report.reason is ReasonCode.NO_LIBRARY
+    assert "cupy-cuda12x" in (given.report.hint or "")
+
+
+@pytest.mark.parametrize("reason", [ReasonCode.NO_DRIVER, ReasonCode.DRIVER_MISMATCH, ReasonCode.NO_PERMISSION])
+def test_the_drivers_trouble_comes_before_the_librarys(reason: ReasonCode) -> None:
+    given = answer(sighting_failure=Failure(reason, "NVML says so", "do this"), failure=NO_CUPY)
+    assert given.report.reason is reason
+    assert "NVML says so" in given.report.message
+    assert "CuPy" in given.report.message
+    assert given.report.hint == "do this; pip install cupy-cuda12x"
+
+
+def test_a_crash_in_the_library_stage_keeps_the_cards() -> None:
+    given = answer(sighted=(seen(0),), failure=Failure(ReasonCode.CRASHED, "SIGSEGV"))
+    assert given.report.reason is ReasonCode.CRASHED
+    assert [(d.usable, d.state) for d in given.devices] == [(False, DeviceState.SUSPECT)]
+
+
+def test_a_hang_while_verifying_leaves_nothing_usable() -> None:
+    given = answer(opened=(device(0), device(1)), failure=Failure(ReasonCode.TIMEOUT, "no answer"))
+    assert given.report.status == "unavailable"
+    assert [(d.usable, d.state) for d in given.devices] == [(False, DeviceState.UNRESPONSIVE)] * 2
+
+
+@pytest.mark.parametrize("value", ["", "-1", "none"])
+def test_hidden_by_the_environment_is_not_a_missing_driver(value: str) -> None:
+    no_device = Failure(ReasonCode.NO_DEVICE, "cudaErrorNoDevice")
+    given = answer({CVD: value}, sighted=(seen(0), seen(1)), failure=no_device)
+    assert given.report.reason is ReasonCode.HIDDEN_BY_ENVIRONMENT
+    assert CVD in (given.report.hint or "")
+    assert not any(d.usable for d in given.devices)
+    assert given.hidden == set(UUIDS[:2])
+
+
+def test_the_card_that_cuda_does_not_show_is_hidden() -> None:
+    given = answer({CVD: "1"}, sighted=(seen(0), seen(1)), verified=(device(1, device_id="cuda:0"),))
+    assert given.report.status == "ok"
+    assert given.hidden == {UUIDS[0]}
+    assert [(d.device_id, d.usable) for d in given.devices] == [("cuda:0", True), ("nvml:0", False)]
+    assert "hidden_by_environment" in (given.devices[1].state_reason or "")
+
+
+def test_without_cuda_a_number_is_not_guessed_to_be_a_card() -> None:
+    # CUDA sorts by speed unless told otherwise: number 0 may be either of two different cards.
+    cards = (seen(0, name="GTX 1660"), seen(1, name="RTX 3090"))
+    assert answer({CVD: "0"}, sighted=cards, failure=NO_CUPY).hidden == frozenset()
+    sorted_by_bus = {CVD: "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert answer(sorted_by_bus, sighted=cards, failure=NO_CUPY).hidden == {UUIDS[1]}
+    assert answer({CVD: UUIDS[1][:12]}, sighted=cards, failure=NO_CUPY).hidden == {UUIDS[0]}
+
+
+def test_a_value_that_hides_by_mistake_is_explained() -> None:
+    given = answer({CVD: "0,0"}, sighted=(seen(0),), failure=Failure(ReasonCode.NO_DEVICE, "none"))
+    assert "twice" in given.report.message
+
+
+def test_the_bus_says_that_there_is_no_card_to_drive() -> None:
+    no_driver = Failure(ReasonCode.NO_DRIVER, "libnvidia-ml not found")
+    assert "PCI" in answer(on_bus=False, failure=no_driver).report.message
+    assert "PCI" not in answer(on_bus=True, failure=no_driver).report.message
+    assert "PCI" not in answer(on_bus=None, failure=no_driver).report.message
+
+
+def test_a_driver_without_devices_is_no_device() -> None:
+    assert answer(verified=()).report.reason is ReasonCode.NO_DEVICE
+
+
+@pytest.mark.parametrize("reason", list(ReasonCode))
+@pytest.mark.parametrize("backend", ["cuda", "rocm", "directml", "somebody_elses"])
+def test_every_reason_has_a_remedy(reason: ReasonCode, backend: str) -> None:
+    assert len(remedy(reason, backend, "linux")) > 10
+
+
+def test_the_gate_rules_out_only_what_is_impossible(tmp_path: Any) -> None:
+    def none(name: str) -> bool:
+        return False
+
+    def every(name: str) -> bool:
+        return True
+
+    def check(name: str, platform: str, has_module: Any = every) -> ReasonCode | None:
+        failure = gate(name, platform=platform, root=tmp_path, has_module=has_module)
+        return failure.reason if failure else None
+
+    assert check("metal", "linux") is ReasonCode.WRONG_PLATFORM
+    assert check("cuda", "darwin") is ReasonCode.WRONG_PLATFORM
+    assert check("cuda", "linux") is None
+    assert check("cuda", "linux", none) is ReasonCode.NO_LIBRARY
+    assert check("somebody_elses", "linux", none) is None
+    assert check("rocm", "linux") is ReasonCode.NO_DRIVER
+    assert has_pci_vendor(tmp_path, "0x1002") is None
+    vendor = tmp_path / "sys/bus/pci/devices/0000:01:00.0/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x10de\n")
+    assert check("rocm", "linux") is ReasonCode.NO_DEVICE
+    assert has_pci_vendor(tmp_path, "0x10de") is True
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    assert check("rocm", "linux") is None

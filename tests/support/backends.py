@@ -1,0 +1,44 @@
+"""The backends that the conformance kit runs over here. Importable in child processes, hence functions."""
+
+from __future__ import annotations
+
+from gpurt.backend import GPUBackend
+from gpurt.shell import DriverBackend
+from tests.support.reference_driver import ReferenceDriver
+
+
+def cpu() -> GPUBackend:
+    from gpurt.backends.cpu_backend import CPUDriver
+
+    return DriverBackend(CPUDriver(devices=2))
+
+
+def simulated() -> GPUBackend:
+    from gpurt.testing import create_simulated
+
+    return create_simulated("h100x2")
+
+
+def faulty() -> GPUBackend:
+    """The fault-injecting driver with no fault armed must be invisible."""
+    from gpurt.testing import FaultyDriver
+
+    return DriverBackend(FaultyDriver(ReferenceDriver()))
+
+
+def reference() -> GPUBackend:
+    return DriverBackend(ReferenceDriver(chunk_bytes=1 << 14))
+
+
+def reference_one_thread_per_device() -> GPUBackend:
+    return DriverBackend(ReferenceDriver("device"))
+
+
+def reference_one_thread() -> GPUBackend:
+    return DriverBackend(ReferenceDriver("backend"))
+
+
+def cuda() -> GPUBackend:
+    from gpurt.backends.cuda_backend import create
+
+    return create()
