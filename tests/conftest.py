@@ -13,6 +13,8 @@ from gpurt.testing.loops import loop_factories
 
 LOOP_MATRIX = {"conformance"}
 """Folders whose async tests run on every loop. Others ask with ``@pytest.mark.asyncio(loop_factories=[…])``."""
+OWN_LOOPS = {"test_model", "test_process_ends_while_a_driver_hangs", "test_forked_child_is_told"}
+"""Tests that make their own loops, in a thread or in a child process: the outer one makes no difference."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -21,7 +23,8 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     marker = item.get_closest_marker("asyncio")
     asked = marker is not None and "loop_factories" in marker.kwargs
-    if asked or item.path.parent.name in LOOP_MATRIX:
+    in_matrix = item.path.parent.name in LOOP_MATRIX and getattr(item, "originalname", "") not in OWN_LOOPS
+    if asked or in_matrix:
         return loop_factories()
     return {"asyncio": asyncio.new_event_loop}
 

@@ -25,15 +25,17 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from importlib import metadata
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpurt.backend import GPUBackend
 from gpurt.driver import API_VERSION, Driver
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.lane import Lane
 from gpurt.platforms import current_platform
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINT_GROUP: Final = "gpurt.backends"
 
@@ -161,9 +163,11 @@ def _create(name: str) -> GPUBackend:
     return made
 
 
-def _entry_points() -> dict[str, metadata.EntryPoint]:
+def _entry_points() -> dict[str, EntryPoint]:
     """Third-party entry points by name; empty when they are switched off."""
-    points: dict[str, metadata.EntryPoint] = {}
+    from importlib import metadata  # 30 ms, which a process that uses a listed backend need not pay
+
+    points: dict[str, EntryPoint] = {}
     if not third_party_enabled.get():
         return points
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):

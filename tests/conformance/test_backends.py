@@ -41,11 +41,13 @@ class TestReference(Conformance):
     large_bytes = 4 << 20
 
 
+@pytest.mark.slow
 class TestReferenceOneThreadPerDevice(Conformance):
     factory = "tests.support.backends:reference_one_thread_per_device"
     large_bytes = 4 << 20
 
 
+@pytest.mark.slow
 class TestReferenceOneThread(Conformance):
     factory = "tests.support.backends:reference_one_thread"
     large_bytes = 4 << 20

@@ -11,9 +11,9 @@ the same process, and it looks into no payload.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 MAX_STATE_BYTES: Final = 4 << 20
 """A node's snapshot: 1,000 devices take 1 MiB."""
@@ -70,11 +70,15 @@ class StateReply:
     payload: bytes
 
 
-class Subscription(AsyncIterator[BusItem], Protocol):
+class Subscription(Protocol):
     """Items of every node of the cluster, as of ``subscribe``. For one consumer. Ends after ``aclose``.
 
     A cancelled ``__anext__`` loses nothing.
     """
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> BusItem: ...
 
     @property
     def dropped(self) -> int:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from gpurt.cluster.bus import (
     BusItem,
@@ -28,7 +27,8 @@ from gpurt.cluster.bus import (
     StateReply,
 )
 from gpurt.cluster.envelope import Envelope, decode
-from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.errors import BusClosed, BusUnavailable, MalformedEvent
+from gpurt.cluster.groups import single
 from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
 from gpurt.cluster.state import NodeSnapshot, decode_snapshot
 from gpurt.cluster.view import MAX_NODES, MasterView
@@ -42,6 +42,8 @@ SPACING_S: Final = 0.1
 """Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
+BURST: Final = 64
+"""Items taken before other tasks get their turn: 64 events take about 2 ms."""
 
 _log = logging.getLogger("gpurt.cluster.observer")
 
@@ -87,6 +89,7 @@ class ClusterObserver:
         self._snapshot_timeout_s = snapshot_timeout_s
         self._on_event = on_event
         self._nodes: dict[str, _Node] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._jitter = random.Random()
 
     def counters(self, node: str) -> Counters:
@@ -95,7 +98,7 @@ class ClusterObserver:
         return known.sequence.counters if known else Counters()
 
     async def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Until cancelled. ``on_ready`` is called once events can no longer be missed.
+        """Until cancelled, or until the engine is closed. ``on_ready`` is called once no event can be missed.
 
         Raises:
             BusClosed, BusUnavailable: from the engine.
@@ -106,15 +109,27 @@ class ClusterObserver:
                 self._questions = asyncio.Semaphore(QUESTIONS)
                 self._rearm = asyncio.Event()
                 self._group = group
-                group.create_task(self._run_clocks(), name="gpurt-cluster-clocks")
+                self._spawn(self._run_clocks(), "gpurt-cluster-clocks")
                 if on_ready is not None:
                     on_ready()
+                taken = 0
                 async for item in subscription:
                     self._take(item)
-                    self._rearm.set()
-                raise asyncio.CancelledError  # the engine was closed under us: end the clocks too
+                    taken += 1
+                    if taken % BURST == 0:
+                        await asyncio.sleep(0)  # items that are there already do not suspend this task
+                # The engine was closed under us.
+                for task in tuple(self._tasks):
+                    task.cancel()
+        except BaseExceptionGroup as failed:
+            raise single(failed) from None
         finally:
             await subscription.aclose()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # What comes in
 
@@ -134,11 +149,13 @@ class ClusterObserver:
             case NodeUp():
                 known.up = True
                 self.view.node_up(item.node)
+                self._rearm.set()
                 self._want(item.node, known, Resync.JOINED)
             case NodeDown():
                 known.up = False
                 known.next_check = float("inf")
                 self.view.node_down(item.node)
+                self._rearm.set()
 
     def _event(self, item: EventReceived, known: _Node) -> None:
         try:
@@ -160,6 +177,8 @@ class ClusterObserver:
                 self._on_event(event)
         if step.resync is not None:
             self._want(name, known, step.resync)
+        if known.sequence.deadline is not None:
+            self._rearm.set()
 
     def _known(self, name: str) -> _Node | None:
         known = self._nodes.get(name)
@@ -209,7 +228,7 @@ class ClusterObserver:
             known.wanted = reason
         if not known.asking:
             known.asking = True
-            self._group.create_task(self._ask(name, known), name=f"gpurt-cluster-snapshot-{name}")
+            self._spawn(self._ask(name, known), f"gpurt-cluster-snapshot-{name}")
 
     async def _ask(self, name: str, known: _Node) -> None:
         """Put questions to one node until nothing is wanted of it any more."""
@@ -218,8 +237,14 @@ class ClusterObserver:
             while (reason := known.wanted) is not None:
                 known.wanted = None
                 self.resyncs[reason] += 1
-                async with self._questions:
-                    replies = await self._engine.snapshot(name, timeout=self._snapshot_timeout_s)
+                try:
+                    async with self._questions:
+                        replies = await self._engine.snapshot(name, timeout=self._snapshot_timeout_s)
+                except BusClosed:
+                    return
+                except BusUnavailable as exc:
+                    _log.warning("node %s could not be asked for its snapshot: %s", name, exc)
+                    replies = ()
                 if self._answered(name, known, replies, reason):
                     pause = SPACING_S
                 elif known.up:

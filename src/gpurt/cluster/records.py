@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gpurt.cluster.state import HostInfo
+from gpurt.cluster.state import HostInfo, NodeFields
 from gpurt.types import BackendReport, GPUDevice
 
 
@@ -31,7 +31,7 @@ class DeviceRecord(BaseModel):
     """Its node is healthy and the device itself usable: work may be placed on it."""
 
 
-class NodeRecord(BaseModel):
+class NodeRecord(NodeFields):
     """One node, as of ``(epoch, seq)`` of its events."""
 
     model_config = ConfigDict(frozen=True)
@@ -43,9 +43,6 @@ class NodeRecord(BaseModel):
     epoch: str
     seq: int
     host: HostInfo
-    gpu_backend: str | None = None
-    gpu_discovery_timestamp: str | None = None
-    primary_gpu_device_id: str | None = None
     devices: Mapping[str, DeviceRecord] = Field(default_factory=dict[str, DeviceRecord])
     reports: tuple[BackendReport, ...] = ()
 

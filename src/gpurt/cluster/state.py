@@ -58,6 +58,9 @@ class NodeFields(BaseModel):
     """ISO 8601, UTC: when the devices were looked up; None before the first discovery."""
     primary_gpu_device_id: str | None = None
     """``device_id`` of the first usable device of that backend."""
+    discovery_status: str | None = None
+    """``complete partial stale failed`` (:class:`gpurt.discovery.result.DiscoveryResult`); ``stale`` devices are
+    remembered from an earlier run and not looked up yet."""
 
 
 class NodeSnapshot(NodeFields):
@@ -131,11 +134,12 @@ def device_keys(devices: Iterable[GPUDevice]) -> dict[str, GPUDevice]:
     return keyed
 
 
-def summarize_devices(devices: Iterable[GPUDevice], timestamp: str | None) -> NodeFields:
+def summarize_devices(devices: Iterable[GPUDevice], *, timestamp: str | None, status: str | None) -> NodeFields:
     """The node's summary of ``devices``, which come in order of preference."""
     primary = next((d for d in devices if d.usable and d.kind is not DeviceKind.SOFTWARE), None)
     return NodeFields(
         gpu_backend=primary and primary.backend,
         gpu_discovery_timestamp=timestamp,
         primary_gpu_device_id=primary and primary.device_id,
+        discovery_status=status,
     )

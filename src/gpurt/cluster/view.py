@@ -114,9 +114,7 @@ class MasterView:
             epoch=snapshot.epoch,
             seq=snapshot.seq,
             host=snapshot.host,
-            gpu_backend=snapshot.gpu_backend,
-            gpu_discovery_timestamp=snapshot.gpu_discovery_timestamp,
-            primary_gpu_device_id=snapshot.primary_gpu_device_id,
+            **{name: getattr(snapshot, name) for name in NodeFields.model_fields},
             devices={
                 key: _available(device, healthy=healthy)
                 for key, device in device_keys(snapshot.gpu_devices[:MAX_DEVICES]).items()
@@ -315,7 +313,7 @@ def _changed(record: NodeRecord, **fields: Any) -> NodeRecord:
 
 
 def _summary(record: NodeRecord) -> tuple[object, ...]:
-    fields = (record.gpu_backend, record.primary_gpu_device_id, record.gpu_discovery_timestamp)
+    fields = (getattr(record, name) for name in NodeFields.model_fields)
     return (*fields, record.epoch, record.host, record.reports)
 
 

@@ -32,7 +32,7 @@ def on_thread(call: Callable[[], T]) -> T:
     def run() -> None:
         try:
             outcome.append(call())
-        except BaseException as exc:  # noqa: BLE001 - raised again on the test's thread
+        except BaseException as exc:
             failure.append(exc)
 
     thread = threading.Thread(target=run, daemon=True)

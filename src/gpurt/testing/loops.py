@@ -103,7 +103,7 @@ class Canceller(ABC):
         except asyncio.CancelledError:
             self.cancelled = True
             raise
-        except Exception as exc:  # noqa: BLE001 - kept for the test, which judges it
+        except Exception as exc:
             self.error = exc
 
     async def ended_within(self, seconds: float) -> bool:
@@ -137,6 +137,7 @@ class TimeoutCancel(Canceller):
         super().__init__()
         self._scope = asyncio.timeout(None)
         self._entered = False
+        self._asked = False
 
     async def _run(self, operation: Callable[[], Awaitable[Any]]) -> None:
         try:
@@ -150,7 +151,8 @@ class TimeoutCancel(Canceller):
         assert self.task is not None
         if not self._entered:
             self.task.cancel()  # a task that has not run yet has no deadline
-        elif not self.task.done():
+        elif not self._asked and not self.task.done():
+            self._asked = True
             # A deadline in the past fires on the next turn of the loop.
             self._scope.reschedule(asyncio.get_running_loop().time() - 1)
 

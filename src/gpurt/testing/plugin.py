@@ -17,6 +17,9 @@ from typing import Any, cast
 
 import pytest
 
+# The kit's assertions should explain themselves as those of a test module do.
+pytest.register_assert_rewrite("gpurt.testing.kit", "gpurt.testing.driver_conformance", "gpurt.testing.model")
+
 REQUIRE_VARIABLE = "GPURT_TEST_REQUIRE"
 
 
@@ -36,7 +39,8 @@ def pytest_fixture_setup(
 ) -> Generator[None, object, object]:
     try:
         return (yield)
-    except RuntimeError as exc:
+    except RuntimeError as failure:
+        exc: Any = failure
         # The module is loaded if the exception is ours; importing it here would load pydantic into every run.
         errors = sys.modules.get("gpurt.errors")
         if errors is None or fixturedef.argname not in ("backend", "driver"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -92,7 +92,7 @@ def payload(size: int, seed: int = 0) -> bytes:
 
 
 @asynccontextmanager
-async def filled(backend: GPUBackend, device_id: str, content: bytes) -> AsyncIterator[MemoryHandle]:
+async def filled(backend: GPUBackend, device_id: str, content: bytes | bytearray) -> AsyncGenerator[MemoryHandle, None]:
     """An allocation that holds ``content``, freed at the end."""
     async with backend.allocation(device_id, len(content)) as handle:
         await backend.copy_to_device(content, handle)

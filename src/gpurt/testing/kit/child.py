@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from gpurt.errors import GPUError
 from gpurt.testing.kit.base import load_factory
+from gpurt.testing.loops import until
 
 
 async def hang_and_leave(spec: str) -> None:
@@ -29,8 +30,7 @@ async def hang_and_leave(spec: str) -> None:
 
     backend.driver.sync = sync
     call = asyncio.create_task(backend.synchronize(device_id))
-    while not entered.is_set():
-        await asyncio.sleep(0.001)
+    await until(entered.is_set, "the call reached the driver")
     call.cancel()
     await asyncio.wait({call})
 
@@ -43,7 +43,7 @@ async def fork_and_use(spec: str) -> dict[str, object]:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        answers: list[str] = []
+        heard: list[str] = []
         try:
             # The running coroutine came along, so the child can drive backend calls by hand, without a loop.
             for call in (
@@ -54,12 +54,12 @@ async def fork_and_use(spec: str) -> dict[str, object]:
             ):
                 try:
                     call.send(None)
-                    answers.append("suspended: it would wait for a thread that the child does not have")
+                    heard.append("suspended: it would wait for a thread that the child does not have")
                 except GPUError as exc:
-                    answers.append(type(exc).__name__)
+                    heard.append(type(exc).__name__)
                 except StopIteration:
-                    answers.append("returned")
-            os.write(write_end, json.dumps(answers).encode())
+                    heard.append("returned")
+            os.write(write_end, json.dumps(heard).encode())
         finally:
             os._exit(0)
     os.close(write_end)
@@ -72,7 +72,7 @@ async def fork_and_use(spec: str) -> dict[str, object]:
             break
         except BlockingIOError:
             await asyncio.sleep(0.005)
-    os.waitpid(pid, 0)
+    os.waitpid(pid, 0)  # noqa: ASYNC222 - it has answered and is about to end
     os.close(read_end)
     # The parent is unharmed.
     await backend.copy_to_device(b"p" * 64, handle)

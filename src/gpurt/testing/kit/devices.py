@@ -49,16 +49,17 @@ class DeviceTests(ConformanceBase):
     async def test_unknown_device(self, backend: GPUBackend) -> None:
         for name in ("nope:0", "", "cpu", f"{backend.devices[0].device_id}9"):
             assert await backend.get_device(name) is None
+            with pytest.raises(DeviceNotFound):
+                await backend.allocate(name, 64)
             for call in (
-                backend.allocate,
-                lambda name, _: backend.synchronize(name),
-                lambda name, _: backend.get_device_memory_info(name),
-                lambda name, _: backend.get_device_temperature(name),
-                lambda name, _: backend.get_device_power_usage(name),
-                lambda name, _: backend.get_device_clock_rate(name),
+                backend.synchronize,
+                backend.get_device_memory_info,
+                backend.get_device_temperature,
+                backend.get_device_power_usage,
+                backend.get_device_clock_rate,
             ):
                 with pytest.raises(DeviceNotFound):
-                    await call(name, 64)
+                    await call(name)
 
     async def test_memory_info(self, backend: GPUBackend) -> None:
         for device in backend.devices:

@@ -134,11 +134,17 @@ class MemoryTests(ConformanceBase):
         await freeing
 
     async def test_allocation_is_freed_on_error(self, backend: GPUBackend, device_id: str) -> None:
-        with pytest.raises(ZeroDivisionError):
+        seen: list[MemoryHandle] = []
+
+        async def fail() -> None:
             async with backend.allocation(device_id, 64) as handle:
+                seen.append(handle)
                 raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
         with pytest.raises(InvalidHandle):
-            await backend.deallocate(handle)
+            await backend.deallocate(seen[0])
 
     async def test_live_allocations_never_alias(self, backend: GPUBackend, device_id: str) -> None:
         size = 512

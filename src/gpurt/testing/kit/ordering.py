@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,7 +61,7 @@ class OrderingTests(ConformanceBase):
         content = payload(1024)
         handles = [await backend.allocate(device_id, 1024) for _ in range(8)]
         tasks = [asyncio.create_task(backend.copy_to_device(content, handles[0]))]
-        for src, dst in zip(handles, handles[1:], strict=False):
+        for src, dst in pairwise(handles):
             tasks.append(asyncio.create_task(backend.copy_device_to_device(src, dst, 1024)))
         last = asyncio.create_task(backend.copy_from_device(handles[-1]))
         frees = [asyncio.create_task(backend.deallocate(handle)) for handle in handles]

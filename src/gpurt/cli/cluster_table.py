@@ -1,0 +1,73 @@
+"""The cluster for people: a table of nodes and devices, and one line for each change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from gpurt.types import GPUDevice
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gpurt.cluster.changes import Change
+    from gpurt.cluster.records import ClusterSnapshot
+
+_STYLES: Final = {
+    "healthy": "green",
+    "suspect": "yellow",
+    "degraded": "yellow",
+    "unresponsive": "yellow",
+    "lost": "red",
+    "left": "dim",
+    "removed": "dim",
+}
+
+
+def cluster_table(snapshot: ClusterSnapshot) -> Table:
+    """Nodes in order of name, each with its devices in its own order of preference."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="cluster")
+    for heading in ("node", "state", "device", "name", "memory usable / total", "health", "identity"):
+        table.add_column(heading, overflow="fold")
+    for name in sorted(snapshot.nodes):
+        node = snapshot.nodes[name]
+        first = (Text(name), Text(node.state, style=_STYLES.get(node.state, "")))
+        if not node.devices:
+            table.add_row(*first, "-", "no device", "", "", "")
+        for record in node.devices.values():
+            device = record.device
+            health = Text(device.state, style=_STYLES.get(device.state, ""))
+            if not record.available:
+                health.append(" (not available)", style="dim")
+            table.add_row(
+                *first, Text(device.device_id), Text(device.name), memory(device), health, Text(device.stable_id)
+            )
+            first = (Text(""), Text(""))
+    return table
+
+
+def change_line(change: Change, snapshot: ClusterSnapshot) -> str:
+    """One change in one line, with the device's name where there is one."""
+    words = [change.kind.value.replace("_", " ")]
+    if change.node is not None:
+        words.append(change.node)
+    if change.device is not None:
+        node = snapshot.nodes.get(change.node or "")
+        record = node.devices.get(change.device) if node else None
+        words.append(f"{record.device.device_id} {record.device.name}" if record else change.device)
+    if change.missed:
+        words.append(f"({change.missed} changes were missed)")
+    if change.message:
+        words.append(change.message)
+    return " ".join(words)
+
+
+def memory(device: GPUDevice) -> str:
+    """``usable / total``; ``?`` for what is not known."""
+    return f"{size(device.memory_usable_bytes)} / {size(device.memory_bytes)}"
+
+
+def size(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / (1 << 30):.1f} GiB"

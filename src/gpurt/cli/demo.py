@@ -1,0 +1,215 @@
+"""``gpurt demo``: a whole cluster on this machine in a few seconds, with a crash in the middle.
+
+This process is the master and the hub. Two worker processes find their devices, publish them, and check their first
+device with random bytes; one is killed with SIGKILL, seen as suspect and then lost, started again, and recognised by
+the same device identities. Everything lives in one temporary directory and ends with this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpurt.errors import GPUError
+
+if TYPE_CHECKING:
+    from gpurt.cli.demo_screen import Screen
+    from gpurt.cli.demo_worker import WorkerProcess
+    from gpurt.cluster.view import MasterView
+
+CHECK_BYTES: Final = 256 << 20
+STEP_TIMEOUT_S: Final = 40.0
+"""No step takes a tenth of this on an idle machine; past it the demo fails and says what it waited for."""
+_LOOK_S: Final = 0.005
+"""Fine enough for figures in hundredths of a second."""
+WORKERS: Final = ("worker-1", "worker-2")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--simulate",
+        metavar="SPEC",
+        help='give the workers simulated devices in turn, e.g. "h100x8,m2-ultra"; one entry goes to both',
+    )
+    parser.add_argument("--plain", action="store_true", help="plain lines, as without a terminal")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpurt.cli.demo_screen import make_screen
+
+    simulated = _share(args.simulate) if args.simulate else {}
+    screen = make_screen(live=sys.stdout.isatty() and not args.plain)
+    directory = Path(tempfile.mkdtemp(prefix="gpurt-demo-"))
+    try:
+        with screen:
+            summary = asyncio.run(_Demo(directory, simulated, screen).run())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    screen.summary(summary)
+    return 0
+
+
+def _share(spec: str) -> dict[str, str]:
+    """Entries of the specification in turn to the workers."""
+    from gpurt.testing.profiles import parse_simulation
+
+    try:
+        parse_simulation(spec)
+    except ValueError as exc:
+        raise GPUError(str(exc), operation="demo --simulate") from exc
+    entries = [entry.strip() for entry in spec.split(",") if entry.strip()]
+    shares = {name: ",".join(entries[index :: len(WORKERS)]) for index, name in enumerate(WORKERS)}
+    return {name: share or entries[0] for name, share in shares.items()}
+
+
+@dataclass
+class Summary:
+    """What the demo measured; seconds of this process's monotonic clock."""
+
+    first_event_s: float = 0.0
+    """From starting the workers to the first device event at the master."""
+    suspect_s: float = 0.0
+    """From SIGKILL to ``suspect``."""
+    lost_s: float = 0.0
+    """From SIGKILL to ``lost``."""
+    resync_s: float = 0.0
+    """From starting the worker again to ``back`` with its devices."""
+    total_s: float = 0.0
+    checks: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    devices: int = 0
+
+
+class _Demo:
+    def __init__(self, directory: Path, simulated: dict[str, str], screen: Screen) -> None:
+        self.directory = directory
+        self.simulated = simulated
+        self.screen = screen
+        self.summary = Summary()
+        self.workers: dict[str, WorkerProcess] = {}
+
+    async def run(self) -> Summary:
+        from gpurt.cluster.master import MasterConfig, run_master
+        from gpurt.cluster.view import MasterView
+
+        began = time.monotonic()
+        self.endpoint = f"tcp/127.0.0.1:{_free_port()}"
+        view, ready = MasterView(), asyncio.Event()
+        config = MasterConfig(cluster="demo", endpoint=self.endpoint)
+        master = asyncio.create_task(run_master(config, view, on_ready=lambda _: ready.set()), name="demo-master")
+        watch = asyncio.create_task(self._watch(view), name="demo-watch")
+        play = asyncio.create_task(self._play(view, ready), name="demo-play")
+        try:
+            done, _ = await asyncio.wait({master, watch, play}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            play.cancel()
+            with contextlib.suppress(asyncio.CancelledError, GPUError):
+                await play
+            await asyncio.gather(*(worker.end() for worker in self.workers.values()))
+            for task in (watch, master):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, GPUError):
+                    await task
+        self.summary.total_s = time.monotonic() - began
+        return self.summary
+
+    async def _watch(self, view: MasterView) -> None:
+        async for change in view.changes():
+            self.screen.change(change, view.snapshot())
+
+    async def _play(self, view: MasterView, ready: asyncio.Event) -> None:
+        from gpurt.cluster.records import NodeState
+
+        await self._until(ready.is_set, "the master's hub to listen")
+        self.screen.say(f"master listens at {self.endpoint}; starting {len(WORKERS)} workers")
+        started = time.monotonic()
+        for name in WORKERS:
+            await self._start(name, check=True)
+        seen = await self._until(lambda: bool(view.snapshot().devices), "the first device")
+        self.summary.first_event_s = seen - started
+
+        def joined(name: str) -> bool:
+            node = view.node(name)
+            return node is not None and node.state is NodeState.HEALTHY and bool(node.devices)
+
+        await self._until(lambda: all(joined(name) for name in WORKERS), "both workers to join")
+        await self._until(lambda: all(worker.checked for worker in self.workers.values()), "both device checks")
+        self.summary.checks = {name: worker.checked or {} for name, worker in self.workers.items()}
+        self.summary.devices = len(view.snapshot().devices)
+
+        victim = WORKERS[-1]
+        before = _identities(view, victim)
+        self.screen.say(f"killing {victim} with SIGKILL")
+        killed = time.monotonic()
+        self.workers[victim].kill()
+        seen = await self._until(lambda: _state(view, victim) is not NodeState.HEALTHY, f"{victim} to be suspect")
+        self.summary.suspect_s = seen - killed
+        seen = await self._until(lambda: _state(view, victim) is NodeState.LOST, f"{victim} to be lost")
+        self.summary.lost_s = seen - killed
+
+        self.screen.say(f"starting {victim} again")
+        started = time.monotonic()
+        await self._start(victim, check=False)
+        seen = await self._until(lambda: joined(victim), f"{victim} to be back")
+        self.summary.resync_s = seen - started
+        after = _identities(view, victim)
+        if after != before:
+            raise GPUError(f"{victim} came back with other devices: {sorted(after)} instead of {sorted(before)}")
+        self.screen.say(f"{victim} is back with the same {len(after)} device identities")
+
+    async def _start(self, name: str, *, check: bool) -> None:
+        from gpurt.cli.demo_worker import WorkerProcess
+
+        old = self.workers.get(name)
+        if old is not None:
+            await old.end()
+        worker = self.workers[name] = WorkerProcess(name, self.directory, self.endpoint, self.simulated.get(name))
+        await worker.start(
+            CHECK_BYTES if check else None, lambda done: self.screen.progress(name, done, 2 * CHECK_BYTES)
+        )
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> float:
+        """Wait for something at the master or in a worker; returns when it was seen.
+
+        Raises:
+            GPUError: a worker has ended by itself, or it takes too long.
+        """
+        deadline = time.monotonic() + STEP_TIMEOUT_S
+        while not condition():
+            for worker in self.workers.values():
+                worker.raise_if_ended()
+            if time.monotonic() > deadline:
+                tails = "\n".join(worker.stderr_tail() for worker in self.workers.values())
+                raise GPUError(f"waited {STEP_TIMEOUT_S:g} s for {what}\n{tails}", operation="demo")
+            await asyncio.sleep(_LOOK_S)
+        seen = time.monotonic()
+        await asyncio.sleep(_LOOK_S)  # the news is shown by another task; what follows from it comes after
+        return seen
+
+
+def _state(view: MasterView, name: str) -> object:
+    node = view.node(name)
+    return node.state if node else None
+
+
+def _identities(view: MasterView, name: str) -> set[str]:
+    node = view.node(name)
+    return set(node.devices) if node else set()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,190 @@
+"""``gpurt worker``: one node of a cluster, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from gpurt.errors import GPUError
+
+if TYPE_CHECKING:
+    from gpurt.backend import GPUBackend
+    from gpurt.cli.check import Phase
+    from gpurt.cluster.worker import Worker
+
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpurt.cluster.worker import DEFAULT_ENDPOINT
+
+    parser.add_argument("--node", default=default_node(), help="name in the cluster (default: %(default)s)")
+    parser.add_argument("--cluster", default="default", help="name of the cluster (default: %(default)s)")
+    parser.add_argument(
+        "--connect",
+        metavar="ENDPOINT",
+        default=DEFAULT_ENDPOINT,
+        help="where the master listens (default: %(default)s)",
+    )
+    parser.add_argument("--registry", metavar="PATH", help="registry file; two workers of one machine need two")
+    parser.add_argument(
+        "--simulate", metavar="SPEC", help='simulated devices instead of real ones, e.g. "h100x8,m2-ultra"'
+    )
+    parser.add_argument("--backend", metavar="NAME", action="append", help="only this backend; may be repeated")
+    parser.add_argument(
+        "--interval", metavar="S", type=seconds, default=10.0, help="seconds between look-ups (default: %(default)s)"
+    )
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="deadline of a probe in seconds")
+    parser.add_argument(
+        "--check",
+        metavar="BYTES",
+        type=byte_count,
+        help="first copy this many random bytes to the first device and back, e.g. 256M, and say how fast",
+    )
+    parser.add_argument("--json", action="store_true", help="what happens as JSON lines on stdout")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpurt.cluster.worker import WorkerConfig
+
+    try:
+        config = WorkerConfig(
+            node=args.node,
+            cluster=args.cluster,
+            endpoint=args.connect,
+            registry_path=args.registry,
+            simulate=args.simulate,
+            backends=args.backend,
+            interval_s=args.interval,
+            probe_timeout_s=args.timeout,
+        )
+        asyncio.run(_Session(config, check_bytes=args.check, as_json=args.json).run(args.exit_with_stdin))
+    except ValueError as exc:
+        if isinstance(exc, GPUError):
+            raise
+        raise GPUError(str(exc), operation="worker") from exc
+    return 0
+
+
+class _Session:
+    """One run of the command: says what happens, and owns the backend that it opened."""
+
+    def __init__(self, config: Any, *, check_bytes: int | None, as_json: bool) -> None:
+        self.config = config
+        self.check_bytes = check_bytes
+        self.as_json = as_json
+
+    async def run(self, exit_with_stdin: bool) -> None:
+        from gpurt.cluster.worker import run_worker
+
+        worker = asyncio.create_task(run_worker(self.config, on_ready=self._ready), name="gpurt-worker")
+        if exit_with_stdin:
+            _when_stdin_ends(asyncio.get_running_loop(), worker.cancel)
+        try:
+            await worker
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # Ctrl-C, not the end of stdin
+
+    async def _ready(self, worker: Worker) -> None:
+        snapshot = worker.publisher.snapshot()
+        self._say(
+            {"event": "joined", "node": snapshot.node, "devices": [d.stable_id for d in snapshot.gpu_devices]},
+            f"{snapshot.node} joined {self.config.cluster} at {self.config.endpoint} "
+            f"with {len(snapshot.gpu_devices)} devices",
+        )
+        if worker.backend is not None:
+            await self._serve(worker.backend)
+            return
+        from gpurt.factory import create_backend
+
+        # Only what a probe found to work is opened in this process: a driver that crashes has done so elsewhere.
+        working = [report.name for report in snapshot.reports if report.status == "ok"]
+        async with await create_backend(candidates=working or None) as backend:
+            await self._serve(backend)
+            await asyncio.Event().wait()
+
+    async def _serve(self, backend: GPUBackend) -> None:
+        device = backend.devices[0]
+        self._say(
+            {"event": "opened", "backend": backend.name, "device_id": device.device_id, "name": device.name},
+            f"opened backend {backend.name}, first device {device.device_id} {device.name}",
+        )
+        if self.check_bytes is None:
+            return
+        from gpurt.cli.check import check_device
+
+        total = self.check_bytes
+
+        def progress(phase: Phase, done: int) -> None:
+            self._say({"event": "progress", "phase": phase, "done": done, "total": total}, None)
+
+        result = await check_device(backend, device.device_id, total, progress)
+        self._say(
+            {
+                "event": "checked",
+                "simulated": device.simulated,
+                "host_memory": backend.name == "cpu" or device.simulated,
+                **result.document(),
+            },
+            f"checked {result.device_id}: {total:,} bytes there and back are equal (SHA-256 {result.sha256[:16]}…), "
+            f"{result.to_device_gbps:.2f} GB/s to the device, {result.from_device_gbps:.2f} GB/s back"
+            + (" (simulated)" if device.simulated else ""),
+        )
+
+    def _say(self, document: dict[str, Any], text: str | None) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
+        elif text is not None:
+            sys.stdout.write(text + "\n")
+        else:
+            return
+        sys.stdout.flush()
+
+
+def _when_stdin_ends(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
+    """A thread, not the loop's own pipe support, which knows neither files nor Windows pipes."""
+
+    def watch() -> None:
+        # Not sys.stdin: the interpreter aborts at exit when a daemon thread is inside a buffered reader.
+        while os.read(0, 1 << 16):
+            pass
+        try:
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            return  # the loop has ended already
+
+    threading.Thread(target=watch, name="gpurt:stdin", daemon=True).start()
+
+
+def default_node() -> str:
+    """The host's name, made to fit a node name."""
+    import platform
+
+    return re.sub(r"[^a-z0-9_-]", "-", platform.node().lower())[:64] or "node"
+
+
+def byte_count(text: str) -> int:
+    """``256M`` → bytes; units k, M, G are powers of 1024."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of bytes such as 256M")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value

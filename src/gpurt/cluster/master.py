@@ -1,0 +1,66 @@
+"""The master's side: the hub of the bus and a view of the cluster, until cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.keys import check_name
+from gpurt.cluster.observer import RESYNC_INTERVAL_S, ClusterObserver
+from gpurt.cluster.view import MasterView
+from gpurt.cluster.worker import DEFAULT_ENDPOINT
+from gpurt.cluster.zenoh_engine import ZenohEngine
+from gpurt.cluster.zenoh_settings import check_endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class MasterConfig:
+    """
+    Raises:
+        InvalidName: cluster or endpoint malformed.
+    """
+
+    cluster: str = "default"
+    endpoint: str = DEFAULT_ENDPOINT
+    listen: bool = True
+    """Be the hub; False: watch a cluster through a hub that runs elsewhere."""
+    resync_interval_s: float = RESYNC_INTERVAL_S
+
+    def __post_init__(self) -> None:
+        check_name(self.cluster, "cluster")
+        check_endpoint(self.endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """A master that listens, as ``on_ready`` gets it."""
+
+    config: MasterConfig
+    engine: EventEngine
+    observer: ClusterObserver
+
+
+async def run_master(
+    config: MasterConfig,
+    view: MasterView,
+    *,
+    on_ready: Callable[[Master], None] | None = None,
+    engine: EventEngine | None = None,
+) -> None:
+    """Keep ``view`` true until cancelled.
+
+    Args:
+        on_ready: called once workers can connect and no event can be missed any more.
+        engine: in place of a zenoh session at ``config.endpoint``. Started and closed here.
+
+    Raises:
+        BusUnavailable: no zenoh here, or the address is in use.
+    """
+    engine = engine or ZenohEngine(cluster=config.cluster, endpoint=config.endpoint, listen=config.listen)
+    observer = ClusterObserver(engine, view, resync_interval_s=config.resync_interval_s)
+    try:
+        await engine.start()
+        await observer.run(lambda: on_ready(Master(config, engine, observer)) if on_ready else None)
+    finally:
+        await engine.close()

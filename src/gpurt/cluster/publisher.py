@@ -1,0 +1,267 @@
+"""NodePublisher: a node's own voice on the bus.
+
+The state that ``snapshot`` answers with is replaced before the event that says so goes out. A receiver may hence
+see a change twice, which the sequence number tells, but never miss one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterable, Awaitable, Callable
+from typing import Any, Final
+
+from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.commands import decode_command, encode_answer
+from gpurt.cluster.envelope import EventKind, encode, make_event
+from gpurt.cluster.epoch import Epoch, Position
+from gpurt.cluster.errors import ClusterError, MalformedEvent, NodeNameTaken
+from gpurt.cluster.keys import check_name
+from gpurt.cluster.state import (
+    HostInfo,
+    NodeFields,
+    NodeSnapshot,
+    decode_snapshot,
+    device_keys,
+    encode_snapshot,
+    summarize_devices,
+)
+from gpurt.discovery.events import DeviceEvent, EventType
+from gpurt.discovery.result import DiscoveryResult
+from gpurt.errors import ReasonCode
+from gpurt.types import BackendReport, GPUDevice
+
+NAME_CHECK_S: Final = 1.0
+"""How long to wait for somebody who already uses our name."""
+
+_DEVICE_KINDS: Final = {
+    EventType.ADDED: EventKind.DEVICE_ADDED,
+    EventType.REMOVED: EventKind.DEVICE_REMOVED,
+    EventType.LOST: EventKind.DEVICE_HEALTH,
+    EventType.RECOVERED: EventKind.DEVICE_HEALTH,
+    EventType.HEALTH: EventKind.DEVICE_HEALTH,
+    EventType.CHANGED: EventKind.DEVICE_UPDATED,
+    EventType.MEMORY: EventKind.DEVICE_UPDATED,
+}
+
+_log = logging.getLogger("gpurt.cluster.publisher")
+
+Rediscover = Callable[[], Awaitable[DiscoveryResult]]
+
+
+class NodePublisher:
+    """
+    Args:
+        engine: started by the caller, and closed by the caller.
+        node: name in the cluster.
+        epoch: of this run; make it with ``Epoch.new(registry.next_epoch())``.
+        rediscover: answers the master's command ``rediscover``; None: the command is refused.
+    """
+
+    def __init__(
+        self,
+        engine: EventEngine,
+        node: str,
+        *,
+        host: HostInfo,
+        epoch: Epoch,
+        rediscover: Rediscover | None = None,
+    ) -> None:
+        self.node = check_name(node, "node")
+        self.epoch = epoch
+        self._engine = engine
+        self._host = host
+        self._rediscover = rediscover
+        self._seq = 0
+        self._term = 0
+        self._devices: dict[str, GPUDevice] = {}
+        self._reports: dict[str, BackendReport] = {}
+        self._fields = NodeFields()
+        self._joined = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def position(self) -> Position:
+        """Of the last event."""
+        return Position(self.epoch, self._seq)
+
+    def snapshot(self) -> NodeSnapshot:
+        """What the node says of itself now."""
+        return NodeSnapshot(
+            node=self.node,
+            epoch=str(self.epoch),
+            seq=self._seq,
+            host=self._host,
+            gpu_devices=tuple(self._devices.values()),
+            reports=tuple(self._reports.values()),
+            **self._fields.model_dump(),
+        )
+
+    async def start(self, result: DiscoveryResult) -> None:
+        """Join with the devices of ``result``.
+
+        Raises:
+            NodeNameTaken: another live process answers under this name. Two that start at the same moment may both
+                get through; the master then reports a conflict.
+        """
+        async with self._lock:
+            replies = await self._engine.snapshot(self.node, timeout=NAME_CHECK_S)
+            if replies:
+                raise self._name_taken(replies[0].payload)
+            self._replace(result)
+            await self._engine.join(self.node, encode_snapshot(self.snapshot()), self._on_command)
+            self._joined = True
+            # Told to those who knew an earlier run of this node and have not noticed that it ended.
+            await self._send_snapshot()
+
+    async def publish_snapshot(self, result: DiscoveryResult) -> None:
+        """Replace everything by ``result``. Says nothing when nothing is new.
+
+        Raises:
+            ClusterError: not started, or the bus refused.
+        """
+        async with self._lock:
+            self._check_joined()
+            before = self.snapshot()
+            self._replace(result)
+            if self.snapshot() != before:
+                await self._send_snapshot()
+
+    async def publish_event(self, event: DeviceEvent) -> None:
+        """Tell one change.
+
+        Raises:
+            ClusterError: not started, or the bus refused.
+        """
+        if event.type is EventType.SNAPSHOT:
+            if event.snapshot is not None:
+                await self.publish_snapshot(event.snapshot)
+            return
+        async with self._lock:
+            self._check_joined()
+            if event.device is None:
+                await self._send_backend(event)
+            else:
+                await self._send_device(event, event.device)
+
+    async def follow(self, events: AsyncIterable[DeviceEvent]) -> None:
+        """Tell every event until they end."""
+        async for event in events:
+            await self.publish_event(event)
+
+    async def leave(self) -> None:
+        """Say goodbye and disappear. Does nothing when not started."""
+        async with self._lock:
+            if not self._joined:
+                return
+            self._joined = False
+            await self._send(EventKind.NODE_LEAVING)
+            await self._engine.leave()
+
+    # Inside; the lock is held
+
+    def _replace(self, result: DiscoveryResult) -> None:
+        self._devices = device_keys(result.devices)
+        self._reports = {report.name: report for report in result.reports}
+        self._summarize(result.timestamp, result.discovery_status)
+
+    def _summarize(self, timestamp: str | None, status: str | None) -> None:
+        self._fields = summarize_devices(self._devices.values(), timestamp=timestamp, status=status)
+
+    async def _send_device(self, event: DeviceEvent, device: GPUDevice) -> None:
+        kind = _DEVICE_KINDS.get(event.type)
+        if kind is None:
+            _log.warning("an event of type %s is not for the cluster", event.type)
+            return
+        key = f"{device.stable_id}@{device.device_id}"
+        key = key if key in self._devices else device.stable_id
+        if kind is EventKind.DEVICE_REMOVED:
+            self._devices.pop(key, None)
+        else:
+            self._devices[key] = device
+        self._summarize(event.observed_at, self._fields.discovery_status)
+        data: dict[str, Any] = {
+            "device": device.model_dump(mode="json"),
+            "event": event.type.value,
+            "previous_state": event.previous_state,
+            "reason": event.reason,
+            "node": self._fields.model_dump(mode="json"),
+        }
+        await self._send(kind, subject=key, data=data)
+
+    async def _send_backend(self, event: DeviceEvent) -> None:
+        if event.backend is None:
+            return
+        available = event.type is EventType.BACKEND_AVAILABLE
+        report = self._reports[event.backend] = _report_after(self._reports.get(event.backend), event, event.backend)
+        self._summarize(event.observed_at, self._fields.discovery_status)
+        kind = EventKind.BACKEND_SELECTED if available else EventKind.BACKEND_FAILED
+        data = {"report": report.model_dump(mode="json"), "node": self._fields.model_dump(mode="json")}
+        await self._send(kind, data=data)
+
+    async def _send_snapshot(self) -> None:
+        self._seq += 1
+        snapshot = self.snapshot()
+        self._seq -= 1
+        await self._send(EventKind.NODE_SNAPSHOT, data=snapshot.document())
+
+    async def _send(self, kind: EventKind, *, subject: str | None = None, data: dict[str, Any] | None = None) -> None:
+        """The next event. One that is too large goes as a notice, on which receivers ask for the snapshot."""
+        position = Position(self.epoch, self._seq + 1)
+
+        def event(kind: EventKind, subject: str | None, data: dict[str, Any] | None) -> bytes:
+            made = make_event(
+                kind, cluster=self._engine.cluster, node=self.node, position=position, subject=subject, data=data
+            )
+            return encode(made)
+
+        try:
+            payload = event(kind, subject, data)
+        except MalformedEvent as exc:
+            _log.info("the news is too large for an event, so receivers will ask: %s", exc)
+            payload = event(EventKind.NODE_SNAPSHOT, None, None)
+        self._seq = position.seq
+        await self._engine.set_state(encode_snapshot(self.snapshot()))
+        await self._engine.publish(payload)
+
+    def _check_joined(self) -> None:
+        if not self._joined:
+            raise ClusterError(f"node {self.node} has not joined", hint="await publisher.start(result)")
+
+    def _name_taken(self, payload: bytes) -> NodeNameTaken:
+        who = "another process"
+        with contextlib.suppress(MalformedEvent):
+            host = decode_snapshot(payload, node=self.node).host
+            who = f"process {host.pid} on {host.hostname} (host {host.fingerprint})"
+        return NodeNameTaken(
+            f"node name {self.node!r} of cluster {self._engine.cluster!r} is in use by {who}",
+            hint="choose another node name, or end that process",
+        )
+
+    async def _on_command(self, payload: bytes) -> bytes:
+        command = decode_command(payload)
+        if command.term < self._term:
+            raise ClusterError(f"command of term {command.term} refused: a master of term {self._term} has spoken")
+        self._term = command.term
+        if self._rediscover is None:
+            raise ClusterError(f"node {self.node} cannot look up its devices again")
+        result = await self._rediscover()
+        await self.publish_snapshot(result)
+        return encode_answer(status=result.discovery_status, devices=len(result.devices))
+
+
+def _report_after(report: BackendReport | None, event: DeviceEvent, name: str) -> BackendReport:
+    """The report on backend ``name`` after an event, which brings a reason code and a text only."""
+    report = report or BackendReport(name=name, status="ok")
+    if event.type is EventType.BACKEND_AVAILABLE:
+        return report.model_copy(update={"status": "ok", "reason": None, "message": event.reason or "", "hint": None})
+    code, _, message = (event.reason or "").partition(": ")
+    known = code in set(ReasonCode)
+    return report.model_copy(
+        update={
+            "status": "unavailable",
+            "reason": ReasonCode(code) if known else ReasonCode.ERROR,
+            "message": message if known else event.reason or "",
+        }
+    )

@@ -1,0 +1,146 @@
+"""One node of a cluster: find this machine's devices and tell the master, until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from gpurt.backend import GPUBackend
+from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.epoch import Epoch
+from gpurt.cluster.errors import ClusterError
+from gpurt.cluster.groups import single
+from gpurt.cluster.keys import check_name
+from gpurt.cluster.publisher import NodePublisher
+from gpurt.cluster.state import this_host
+from gpurt.cluster.zenoh_engine import ZenohEngine
+from gpurt.cluster.zenoh_settings import check_endpoint
+from gpurt.discovery.offload import off_loop
+from gpurt.discovery.registry import RegistryFile
+from gpurt.discovery.service import GPUDiscoveryService
+
+DEFAULT_ENDPOINT: Final = "tcp/127.0.0.1:7447"
+"""zenoh's registered port."""
+GOODBYE_S: Final = 2.0
+"""How long a worker that ends waits to say so."""
+
+_log = logging.getLogger("gpurt.cluster.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """
+    Raises:
+        InvalidName: node, cluster or endpoint malformed.
+    """
+
+    node: str
+    cluster: str = "default"
+    endpoint: str = DEFAULT_ENDPOINT
+    registry_path: str | os.PathLike[str] | None = None
+    """None: the user's own registry. Two workers of one machine need two."""
+    simulate: str | None = None
+    """Simulated devices instead of real ones, e.g. ``"h100x8,m2-ultra"``."""
+    backends: Sequence[str] | None = None
+    """Only these backends."""
+    interval_s: float = 10.0
+    """Between two look-ups of the devices."""
+    probe_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.node, "node")
+        check_name(self.cluster, "cluster")
+        check_endpoint(self.endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that has joined, as ``on_ready`` gets it."""
+
+    config: WorkerConfig
+    publisher: NodePublisher
+    discovery: GPUDiscoveryService
+    backend: GPUBackend | None
+    """The simulated backend, initialised; None when the devices are real."""
+
+
+async def run_worker(
+    config: WorkerConfig,
+    *,
+    on_ready: Callable[[Worker], Awaitable[None]] | None = None,
+    engine: EventEngine | None = None,
+) -> None:
+    """Run a node until cancelled; then say goodbye. Waits for a hub that is not there yet.
+
+    What the registry remembers is told at once, marked stale, and replaced by what discovery finds.
+
+    Args:
+        on_ready: awaited as a task of its own once the node has joined with devices that were looked up now. When
+            it returns, the worker goes on.
+        engine: in place of a zenoh session with ``config.endpoint``. Started and closed here.
+
+    Raises:
+        NodeNameTaken: the name is in use. BusUnavailable: no zenoh here. ValueError: ``simulate`` is malformed.
+    """
+    registry = RegistryFile(config.registry_path)
+    epoch = Epoch.new(await off_loop("epoch", registry.next_epoch))
+    host = await off_loop("host", this_host)
+    engine = engine or ZenohEngine(cluster=config.cluster, endpoint=config.endpoint)
+    async with AsyncExitStack() as stack:
+        backend = None
+        if config.simulate is not None:
+            backend = await stack.enter_async_context(_simulated(config.simulate, config.node))
+        discovery = await stack.enter_async_context(
+            GPUDiscoveryService(
+                backend,
+                registry_path=registry.path,
+                backends=None if backend else config.backends,
+                probe_timeout=config.probe_timeout_s,
+                interval=config.interval_s,
+            )
+        )
+        publisher = NodePublisher(
+            engine, config.node, host=host, epoch=epoch, rediscover=discovery.discover_all_devices
+        )
+        stack.push_async_callback(engine.close)
+        stack.push_async_callback(_say_goodbye, publisher)
+        try:
+            async with asyncio.TaskGroup() as group:
+                found = group.create_task(discovery.discover_all_devices(), name="gpurt-worker-discovery")
+                await engine.start()
+                cached = await discovery.cached()
+                if cached is not None:
+                    await publisher.start(cached)
+                    await publisher.publish_snapshot(await found)
+                else:
+                    await publisher.start(await found)
+                if on_ready is not None:
+                    group.create_task(_run(on_ready, Worker(config, publisher, discovery, backend)))
+                await publisher.follow(discovery.subscribe())
+        except BaseExceptionGroup as failed:
+            raise single(failed) from None
+
+
+async def _run(on_ready: Callable[[Worker], Awaitable[None]], worker: Worker) -> None:
+    await on_ready(worker)
+
+
+async def _say_goodbye(publisher: NodePublisher) -> None:
+    try:
+        async with asyncio.timeout(GOODBYE_S):
+            await publisher.leave()
+    except (TimeoutError, ClusterError) as exc:
+        # The others will see the connection close.
+        _log.info("node %s leaves without a goodbye: %s", publisher.node, exc)
+
+
+def _simulated(spec: str, node: str) -> GPUBackend:
+    from gpurt.testing.simulated import create_simulated
+
+    # The node's name is the seed: its devices keep their identity when it is started again.
+    return create_simulated(spec, seed=node)

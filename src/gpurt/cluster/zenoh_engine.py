@@ -1,0 +1,314 @@
+"""The bus between processes and machines, over zenoh.
+
+zenoh-python has no asyncio interface, and ``put`` may block for seconds while a link is congested. Everything we
+ask of it therefore runs on one lane, in order; everything it tells us comes on its own threads, into bounded
+inboxes. Lost events are repeated by the publisher's cache (advanced publisher and subscriber), which also survives
+the death of the hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, ParamSpec, TypeVar
+
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, StateReply
+from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
+from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, NoAnswer
+from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.zenoh_node import ZenohNode
+from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, session_config
+from gpurt.cluster.zenoh_subscription import ZenohSubscription
+from gpurt.errors import GPUError
+from gpurt.lane import Lane
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S: Final = 5.0
+MAX_COMMANDS: Final = 16
+"""Commands that a node works on at once; more are refused."""
+
+_log = logging.getLogger("gpurt.cluster.zenoh")
+
+
+class ZenohEngine:
+    """One zenoh session.
+
+    Args:
+        endpoint: ``tcp/HOST:PORT`` of the hub.
+        listen: be the hub. Its end does not end the others: they connect again when there is one again.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: str = "default",
+        endpoint: str,
+        listen: bool = False,
+        settings: ZenohSettings | None = None,
+    ) -> None:
+        self._cluster = check_name(cluster, "cluster")
+        self.endpoint = check_endpoint(endpoint)
+        self.listen = listen
+        self.settings = settings or ZenohSettings()
+        self._zenoh: Any = None
+        self._session: Any = None
+        self._lane: Lane | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._node: ZenohNode | None = None
+        self._subscriptions: list[ZenohSubscription] = []
+        self._commands: set[asyncio.Task[None]] = set()
+
+    @property
+    def cluster(self) -> str:
+        return self._cluster
+
+    # Lifecycle
+
+    async def start(self) -> None:
+        if self._lane is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        lane = self._lane = Lane(f"gpurt:zenoh:{self._cluster}")
+        try:
+            await self._open()
+        except BaseException:
+            # An open that is under way ends within its own timeout; the lane then closes what it gave.
+            self._lane = None
+            lane.submit(self._close_session)
+            lane.stop()
+            raise
+
+    async def close(self) -> None:
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        for task in tuple(self._commands):
+            task.cancel()
+        for subscription in self._subscriptions:
+            subscription.close()
+        closed = asyncio.wrap_future(lane.submit(self._tear_down, self._node, tuple(self._subscriptions)))
+        lane.stop()
+        self._node = None
+        self._subscriptions.clear()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.shield(closed)
+        except TimeoutError:
+            _log.warning("the zenoh session did not close within %g s and is left behind", CLOSE_TIMEOUT_S)
+
+    async def _open(self) -> None:
+        pause = self.settings.retry_first_s
+        told = False
+        while True:
+            try:
+                await self._call(self._open_session)
+                return
+            except BusUnavailable as exc:
+                if self.listen or self._zenoh is None:
+                    raise
+                if not told:
+                    _log.info("waiting for a hub at %s: %s", self.endpoint, exc)
+                    told = True
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self.settings.retry_longest_s)
+
+    def _open_session(self) -> None:
+        self._zenoh = zenoh = load_zenoh()
+        config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings)
+        try:
+            self._session = zenoh.open(config)
+        except zenoh.ZError as exc:
+            if not self.listen:
+                raise BusUnavailable(f"no hub at {self.endpoint}: {exc}", hint="start the master") from exc
+            raise BusUnavailable(
+                f"cannot listen on {self.endpoint}: {exc}", hint="is another master running? choose another port"
+            ) from exc
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _tear_down(self, node: ZenohNode | None, subscriptions: tuple[ZenohSubscription, ...]) -> None:
+        try:
+            if node is not None:
+                node.undeclare()
+            for subscription in subscriptions:
+                subscription.undeclare()
+        finally:
+            self._close_session()
+
+    # A node
+
+    async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
+        lane = self._running()
+        check_name(node, "node")
+        check_size(state, f"state of node {node}", MAX_STATE_BYTES)
+        if self._node is not None:
+            raise ClusterError(f"already joined as node {self._node.node}")
+        take = None if on_command is None else self._command_taker(on_command)
+        self._node = joined = ZenohNode(self._zenoh, self._cluster, node, state, take)
+        try:
+            await self._call(joined.declare, self._session, self.settings)
+        except BaseException:
+            self._node = None
+            with contextlib.suppress(GPUError):  # the lane is stopped: close() has undeclared it
+                lane.submit(joined.undeclare)
+            raise
+
+    async def leave(self) -> None:
+        node, self._node = self._node, None
+        if node is not None and self._lane is not None:
+            await self._call(node.undeclare)
+
+    async def set_state(self, state: bytes) -> None:
+        node = self._joined()
+        check_size(state, f"state of node {node.node}", MAX_STATE_BYTES)
+        node.state = state
+
+    async def publish(self, payload: bytes) -> None:
+        node = self._joined()
+        check_size(payload, f"event of node {node.node}", MAX_EVENT_BYTES)
+        # Shielded: a number that has been given to an event must go out, or every receiver sees a hole.
+        await asyncio.shield(asyncio.ensure_future(self._call(node.put, payload)))
+
+    # An observer
+
+    async def subscribe(self) -> ZenohSubscription:
+        self._running()
+        assert self._loop is not None
+        subscription = ZenohSubscription(self._loop, self.settings.inbox_events, self._unsubscribe)
+        self._subscriptions.append(subscription)
+        try:
+            await self._call(subscription.declare, self._zenoh, self._session, self._cluster)
+        except BaseException:
+            await self._unsubscribe(subscription)
+            raise
+        return subscription
+
+    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
+        replies = await self._query(node_key(self._cluster, node, STATE), None, timeout, MAX_STATE_BYTES)
+        return tuple(StateReply(node_of(str(ok.key_expr)), ok.payload.to_bytes()) for ok, _ in replies if ok)
+
+    async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
+        check_size(payload, f"command for node {node}", MAX_COMMAND_BYTES)
+        key = node_key(self._cluster, check_name(node, "node"), COMMAND)
+        for ok, error in await self._query(key, payload, timeout, MAX_EVENT_BYTES):
+            if ok:
+                return ok.payload.to_bytes()
+            if error is not None:
+                text = error.payload.to_bytes()[:1024].decode(errors="replace")
+                if text != "Timeout":  # zenoh's own word for a query that ran out of time
+                    raise ClusterError(f"node {node} answered: {text}")
+        raise NoAnswer(f"node {node} did not answer within {timeout:g} s")
+
+    async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
+        """Every reply, as (sample, None) or (None, error). The lane is not held while they come."""
+        self._running()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        replies: list[tuple[Any, Any]] = []
+
+        def collect(reply: Any) -> None:
+            answer = reply.ok or reply.err
+            if len(answer.payload) <= limit:
+                replies.append((reply.ok, None if reply.ok else answer))
+
+        def finish() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+
+        def get() -> None:
+            zenoh = self._zenoh
+            self._session.get(
+                key,
+                zenoh.handlers.Callback(collect, finish),
+                target=zenoh.QueryTarget.ALL,
+                consolidation=zenoh.QueryConsolidation(zenoh.ConsolidationMode.NONE),
+                timeout=timeout,
+                payload=payload,
+            )
+
+        await self._call(get)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout + 1.0):
+                await done
+        return list(replies)
+
+    # Commands that come in
+
+    def _command_taker(self, handler: CommandHandler) -> Callable[[bytes, Any], bool]:
+        loop = self._loop
+        assert loop is not None
+
+        def on_loop(payload: bytes, query: Any) -> None:
+            node = self._node
+            if node is None or self._lane is None:
+                query.drop()
+            elif len(self._commands) >= MAX_COMMANDS:
+                self._lane.submit(node.reply, query, b"busy", error=True)
+            else:
+                task = asyncio.ensure_future(self._answer(node, handler(payload), query))
+                self._commands.add(task)
+                task.add_done_callback(self._commands.discard)
+
+        def take(payload: bytes, query: Any) -> bool:
+            try:
+                loop.call_soon_threadsafe(on_loop, payload, query)
+            except RuntimeError:  # the loop is closed
+                return False
+            return True
+
+        return take
+
+    async def _answer(self, node: ZenohNode, work: Any, query: Any) -> None:
+        error = False
+        try:
+            payload = await work
+        except asyncio.CancelledError:
+            query.drop()
+            raise
+        except Exception as exc:
+            _log.warning("a command failed: %r", exc)
+            payload, error = str(exc).encode()[:1024], True
+        if self._lane is not None:
+            await self._call(node.reply, query, payload, error=error)
+
+    # Inside
+
+    async def _unsubscribe(self, subscription: ZenohSubscription) -> None:
+        subscription.close()
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+            if self._lane is not None:
+                await self._call(subscription.undeclare)
+
+    def _running(self) -> Lane:
+        if self._lane is None or self._session is None:
+            raise BusClosed("the bus is not started", hint="await engine.start()")
+        return self._lane
+
+    def _joined(self) -> ZenohNode:
+        self._running()
+        if self._node is None:
+            raise ClusterError("this engine has not joined as a node", hint="await engine.join(node, state)")
+        return self._node
+
+    def _call(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        """Submits at the call, not at the await."""
+        lane = self._lane
+        if lane is None:
+            raise BusClosed("the bus is closed")
+        return self._result(asyncio.wrap_future(lane.submit(fn, *args, **kwargs)))
+
+    async def _result(self, future: asyncio.Future[T]) -> T:
+        try:
+            return await future
+        except GPUError:
+            raise
+        except Exception as exc:
+            raise BusUnavailable(f"zenoh refused: {exc}") from exc

@@ -1,0 +1,89 @@
+"""A node's presence in a zenoh session: event publisher, state and command queryables, liveliness token.
+
+Every function here blocks and runs on the engine's lane; callbacks run on zenoh's threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from gpurt.cluster.bus import MAX_COMMAND_BYTES
+from gpurt.cluster.envelope import CONTENT_TYPE
+from gpurt.cluster.keys import COMMAND, EVENTS, LIVE, STATE, node_key
+from gpurt.cluster.zenoh_settings import ZenohSettings
+
+_log = logging.getLogger("gpurt.cluster.zenoh")
+
+
+class ZenohNode:
+    """
+    Args:
+        on_command: called on a thread of zenoh with the payload and the query, which it must answer and drop;
+            False when it cannot take it.
+    """
+
+    def __init__(
+        self, zenoh: Any, cluster: str, node: str, state: bytes, on_command: Callable[[bytes, Any], bool] | None
+    ) -> None:
+        self.node = node
+        self.state = state
+        """What the state queryable answers with; replaced as a whole, from any thread."""
+        self._zenoh = zenoh
+        self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, LIVE, STATE)}
+        self._on_command = on_command
+        self._publisher: Any = None
+        self._declared: list[Any] = []
+
+    def declare(self, session: Any, settings: ZenohSettings) -> None:
+        """Appear. The token comes last: who sees it can have the state."""
+        zenoh, ext = self._zenoh, self._zenoh.ext
+        try:
+            self._publisher = ext.declare_advanced_publisher(
+                session,
+                self._key[EVENTS],
+                encoding=CONTENT_TYPE,
+                congestion_control=zenoh.CongestionControl.BLOCK,
+                cache=ext.CacheConfig(settings.cache_events),
+                sample_miss_detection=ext.MissDetectionConfig(heartbeat=settings.heartbeat_s, sporadic_heartbeat=None),
+            )
+            self._declared.append(self._publisher)
+            self._declared.append(session.declare_queryable(self._key[STATE], self._answer_state))
+            if self._on_command is not None:
+                self._declared.append(session.declare_queryable(self._key[COMMAND], self._answer_command))
+            self._declared.append(session.liveliness().declare_token(self._key[LIVE]))
+        except BaseException:
+            self.undeclare()
+            raise
+
+    def put(self, payload: bytes) -> None:
+        """Send one event; blocks while the link is congested."""
+        self._publisher.put(payload)
+
+    def undeclare(self) -> None:
+        """Disappear: the token first."""
+        while self._declared:
+            self._declared.pop().undeclare()
+
+    def reply(self, query: Any, payload: bytes, *, error: bool = False) -> None:
+        """Answer a command and let go of its query."""
+        with query:
+            if error:
+                query.reply_err(payload)
+            else:
+                query.reply(self._key[COMMAND], payload)
+
+    def _answer_state(self, query: Any) -> None:
+        with query:
+            query.reply(self._key[STATE], self.state)
+
+    def _answer_command(self, query: Any) -> None:
+        payload = query.payload
+        size = 0 if payload is None else len(payload)
+        if size > MAX_COMMAND_BYTES:
+            self.reply(query, f"command of {size} bytes, over the limit of {MAX_COMMAND_BYTES}".encode(), error=True)
+            return
+        assert self._on_command is not None
+        if not self._on_command(b"" if payload is None else payload.to_bytes(), query):
+            self.reply(query, b"busy or closing", error=True)

@@ -1,0 +1,78 @@
+"""A subscription in a zenoh session: the events and the liveliness tokens of every node of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from gpurt.cluster.bus import EventReceived, EventRefused, NodeDown, NodeUp
+from gpurt.cluster.envelope import MAX_EVENT_BYTES
+from gpurt.cluster.errors import InvalidName
+from gpurt.cluster.inbox import Inbox
+from gpurt.cluster.keys import ANY, EVENTS, LIVE, node_key, node_of
+
+_log = logging.getLogger("gpurt.cluster.zenoh")
+
+
+class ZenohSubscription(Inbox):
+    """``declare`` and ``undeclare`` block and run on the engine's lane; callbacks run on zenoh's threads."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        capacity: int,
+        on_close: Callable[[ZenohSubscription], Awaitable[None]],
+    ) -> None:
+        super().__init__(loop, capacity)
+        self._on_close = on_close
+        self._declared: list[Any] = []
+
+    def declare(self, zenoh: Any, session: Any, cluster: str) -> None:
+        ext = zenoh.ext
+        self._deleted = zenoh.SampleKind.DELETE
+        # One old event per node, only so that the sequence numbers of the bus start there: without, the first
+        # heartbeat would have each node's whole cache repeated, and with late-publisher detection a reconnection
+        # would bring that one event instead of all that were missed.
+        self._declared.append(
+            ext.declare_advanced_subscriber(
+                session,
+                node_key(cluster, ANY, EVENTS),
+                self._on_event,
+                history=ext.HistoryConfig(max_samples=1),
+                recovery=ext.RecoveryConfig(heartbeat=True, periodic_queries=None),
+            )
+        )
+        self._declared.append(
+            session.liveliness().declare_subscriber(node_key(cluster, ANY, LIVE), self._on_token, history=True)
+        )
+
+    def undeclare(self) -> None:
+        while self._declared:
+            self._declared.pop().undeclare()
+
+    async def aclose(self) -> None:
+        await self._on_close(self)
+
+    def _on_event(self, sample: Any) -> None:
+        node = self._node_of(sample)
+        if node is None:
+            return
+        size = len(sample.payload)
+        if size > MAX_EVENT_BYTES:
+            self.post(EventRefused(node, size))
+        else:
+            self.post(EventReceived(node, sample.payload.to_bytes()))
+
+    def _on_token(self, sample: Any) -> None:
+        node = self._node_of(sample)
+        if node is not None:
+            self.post(NodeDown(node) if sample.kind == self._deleted else NodeUp(node))
+
+    def _node_of(self, sample: Any) -> str | None:
+        try:
+            return node_of(str(sample.key_expr))
+        except InvalidName as exc:
+            _log.warning("ignored: %s", exc)
+            return None
