@@ -280,9 +280,9 @@ class Dispatcher:
         return queue, self._attached[queue.lane]
 
     def _detach(self, attached: set[int]) -> None:
-        for index in attached:
+        while attached:
             try:
-                self._driver.detach(index)
+                self._driver.detach(attached.pop())
             except Exception as exc:
                 self._on_background_error(exc)
 
@@ -299,6 +299,20 @@ class Dispatcher:
 
         self._order.when_idle(wake)
         await idle.wait()
+
+    async def detach(self) -> None:
+        """Undo every ``attach``, each on the thread that made it. Nothing is outstanding; a close may follow."""
+        jobs: list[Job] = []
+        for queue in self._queues.values():
+            attached = self._attached[queue.lane]
+            if not attached:
+                continue
+            job = Job(lambda _, attached=attached: self._detach(attached), mailbox=self._mailbox)
+            job.future = self._loop.create_future()
+            self._order.submit(job, queue)
+            jobs.append(job)
+        for job in jobs:
+            await self.finished(job, droppable=False)
 
     def stop(self) -> None:
         """Stop every lane; nothing is sent any more. Calls still inside the driver are left to themselves."""

@@ -141,6 +141,7 @@ class DriverLifecycle(GuardedBackend):
                 job.take()
             except Exception as exc:
                 self._on_background_error(exc)
+        await dispatch.detach()
         job = dispatch.submit(None, "control", lambda _: self.driver.close())
         await dispatch.finished(job, droppable=False)
         job.take()

@@ -8,6 +8,7 @@ opening, closing and error translation in :mod:`gpurt.lifecycle`, threads, cance
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,8 +51,8 @@ class DriverBackend(DriverLifecycle):
         operation = f"allocate({size_bytes!r} B)"
         with self._checking(index, operation):
             nbytes = whole_number(size_bytes, "size_bytes")
-            if nbytes <= 0:
-                raise OutOfRange("size_bytes must be positive")
+            if not 0 < nbytes <= sys.maxsize:
+                raise OutOfRange(f"size_bytes must be positive and at most {sys.maxsize:,}")
             largest = self.driver.capabilities.max_allocation_bytes
             if largest is not None and nbytes > largest:
                 raise OutOfRange(f"the largest single allocation of this library is {largest:,} bytes")

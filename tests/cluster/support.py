@@ -63,7 +63,9 @@ def snapshot(
     return NodeSnapshot(node=node, epoch=str(epoch), seq=seq, host=host, gpu_devices=devices, **fields)
 
 
-def event_bytes(seq: int, *, node: str = "n1", epoch: Epoch = E1, kind: str = "com.example.tick", **fields: Any) -> bytes:
+def event_bytes(
+    seq: int, *, node: str = "n1", epoch: Epoch = E1, kind: str = "com.example.tick", **fields: Any
+) -> bytes:
     return encode(make_event(kind, cluster="test", node=node, position=Position(epoch, seq), **fields))
 
 

@@ -154,6 +154,14 @@ def test_after_a_reconnection_the_snapshot_is_taken_when_they_do_not_come(tape: 
     assert tape.sequence.counters.superseded == 2
 
 
+def test_frequent_checks_do_not_put_a_snapshot_off(tape: Tape) -> None:
+    tape.event(1)
+    for _ in range(4):
+        tape.snapshot(4, patient=True)
+        tape.later(0.4)
+    assert tape.applied == ["1.1", "snapshot 1.4"]
+
+
 def test_a_live_process_is_believed_even_with_an_earlier_epoch(tape: Tape) -> None:
     """Its registry was lost, so it counts from 1 again. Who answers is alive; who is alive is right."""
     tape.snapshot(3, E2)

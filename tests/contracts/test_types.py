@@ -101,7 +101,7 @@ def test_report_answers_both_ways() -> None:
     report = BackendReport(name="cuda", status="unavailable", message="no driver", hint="install it")
     assert report["hint"] == report.hint
     assert set(report.keys()) == set(BackendReport.model_fields)
-    assert list(report.items())[0] == ("name", "cuda")
+    assert next(iter(report.items())) == ("name", "cuda")
     assert report.values()[1] == "unavailable"
 
 

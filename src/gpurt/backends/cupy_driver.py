@@ -30,7 +30,7 @@ ERROR_MEMORY_ALLOCATION: Final = 2
 ERROR_PEER_ACCESS_ALREADY_ENABLED: Final = 704
 LOST_STATUSES: Final = frozenset({46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Statuses after which "any further CUDA work will return the same error" (driver_types.h), uncorrectable ECC and
-NVLink errors (214, 220), devices unavailable (46), and unknown (999), which has never been seen to pass."""
+NVLink errors (214, 220), devices unavailable (46), and unknown (999), after which nothing is known of the context."""
 
 STAGING_BYTES: Final = 8 << 20
 """Pinned host memory per lane thread, for copies between devices without a direct path. 4 MiB buffers are where

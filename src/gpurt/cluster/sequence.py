@@ -142,7 +142,9 @@ class NodeSequence(Generic[E, S]):
             if position.seq < current.seq:
                 return self._settle(())  # taken before events that are applied already
             if patient and position.seq > current.seq:
-                self._held = _Held(position, snapshot, self.clock() + self.recovery_wait_s)
+                # A later one does not begin the wait again, or frequent checks would put it off for ever.
+                deadline = self._held.deadline if self._held else self.clock() + self.recovery_wait_s
+                self._held = _Held(position, snapshot, deadline)
                 return Step()
         return self._replace(position, snapshot)
 

@@ -1,7 +1,8 @@
 """What real devices are like, for devices that do not exist: the table behind the simulated driver.
 
 Figures are the vendors' own, dense (without sparsity), one direction for links, 10^9 bytes per second; memory is
-what the driver reports, which is less than what the box says. A figure that no vendor publishes says so.
+what the driver reports, which is less than what the box says. A figure that no vendor publishes says so; sensors are
+plausible idle readings, and latencies other than NVIDIA's are estimates.
 """
 
 from __future__ import annotations
@@ -171,8 +172,9 @@ _TABLE = (
         power_w=140.0,
     ),
     # Apple's Mac Studio (2023) specifications: M2 Ultra, 76-core GPU, 192 GB, 800 GB/s. Apple's announcement: 27.2
-    # TFLOPS; half precision runs at the same rate. Usable: Metal's recommendedMaxWorkingSetSize. A unified copy
-    # reads and writes the same memory, hence half the bandwidth as its host link. Metal reports no sensors.
+    # TFLOPS; clock and half-precision rate, taken as equal, are not published. Usable: Metal's
+    # recommendedMaxWorkingSetSize. A unified copy reads and writes the same memory, hence half the bandwidth as its
+    # host link. Metal reports no sensors.
     Profile(
         key="m2-ultra",
         name="Apple M2 Ultra",
@@ -193,7 +195,8 @@ _TABLE = (
         kind=DeviceKind.INTEGRATED_GPU,
     ),
     # NVIDIA DGX Spark datasheet: 128 GB unified LPDDR5x, 273 GB/s, 6144 CUDA cores (48 SMs, 192 tensor cores), 1
-    # PFLOP FP4 with sparsity, hence 125 dense FP16; FP32 = cores x 2 x clock. Total as CUDA reports it.
+    # PFLOP FP4 with sparsity, hence 125 dense FP16; FP32 = cores x 2 x clock, which is not published. Total as CUDA
+    # reports it.
     Profile(
         key="gb10",
         name="NVIDIA GB10",
@@ -215,8 +218,8 @@ _TABLE = (
         power_w=11.17,
     ),
     # Snapdragon 8 Gen 3 product brief: LPDDR5X-9600, 4 x 16 bit, 76.8 GB/s, in a 12 GB phone. Rates and clock of
-    # its Adreno 750 are not published: 2.8 and 5.5 TFLOPS are ALUs x 2 x 903 MHz. Usable: half, as Android
-    # kills a process that takes more.
+    # its Adreno 750 are not published: 2.8 and 5.5 TFLOPS are ALUs x 2 x 903 MHz. Units and what may be used (half)
+    # are assumptions: Android has no fixed limit.
     Profile(
         key="phone",
         name="Adreno 750",

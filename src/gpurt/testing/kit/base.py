@@ -115,6 +115,10 @@ async def assert_nothing_live(backend: GPUBackend, probe: DriverProbe | None = N
                 lambda name=device.device_id: usage(backend, name).current_count == 0,
                 f"{device.device_id}: ledger still counts live allocations",
             )
+            await until(
+                lambda name=device.device_id: usage(backend, name).reserved_bytes == 0,
+                f"{device.device_id}: ledger still reserves memory for calls that are over",
+            )
             assert usage(backend, device.device_id).current_bytes == 0
     await backend.trim()
     if probe is not None:

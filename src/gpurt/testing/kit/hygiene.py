@@ -18,7 +18,7 @@ from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceUnresponsive
 from gpurt.testing.kit.base import ConformanceBase, assert_nothing_live, filled
 from gpurt.testing.kit.probe import DriverProbe
-from gpurt.testing.loops import Ticker, turns, until
+from gpurt.testing.loops import PATIENCE, Ticker, turns, until
 
 if TYPE_CHECKING:
     from gpurt.shell import DriverBackend
@@ -82,11 +82,14 @@ class HangTests(ConformanceBase):
         hung = asyncio.create_task(impatient.copy_to_device(bytes(64), handle))
         await gate.entered()
         queued = asyncio.create_task(impatient.copy_from_device(handle))
+        await asyncio.wait({hung, queued}, timeout=PATIENCE)
+        assert hung.done(), "nobody told the caller of the hung call"
+        assert queued.done(), "nobody told the caller of a queued call"
         with pytest.raises(DeviceUnresponsive) as caught:
-            await hung
+            hung.result()
         assert caught.value.device_id == device_id
         with pytest.raises(DeviceUnresponsive):
-            await queued
+            queued.result()
         started = time.monotonic()
         for call in (
             lambda: impatient.copy_to_device(b"x", other),

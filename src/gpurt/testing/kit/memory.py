@@ -192,6 +192,7 @@ class AccountingTests(ConformanceBase):
             await backend.allocate(device_id, 4096)
         assert shell.ledger.usage(device_id).current_bytes == before.current_bytes
         assert shell.ledger.usage(device_id).total_bytes == before.total_bytes
+        assert shell.ledger.usage(device_id).reserved_bytes == 0
         assert hold.live == 0
 
     async def test_ledger_equals_the_driver(self, backend: GPUBackend, shell: DriverBackend, hold: DriverProbe) -> None:

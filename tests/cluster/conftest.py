@@ -1,0 +1,104 @@
+"""The buses that the conformance suite runs over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import pytest
+
+from gpurt.cluster.bus import EventEngine, EventReceived, EventRefused
+from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
+from gpurt.cluster.keys import EVENTS, node_key
+from gpurt.cluster.zenoh_engine import ZenohEngine
+from gpurt.cluster.zenoh_settings import ZenohSettings
+from tests.cluster.support import free_port
+
+SMALL = 64
+"""Items that a subscriber of the small bus may be behind."""
+
+
+class Bus(Protocol):
+    """One bus, and as many participants as a test wants."""
+
+    async def node(self) -> EventEngine: ...
+    async def observer(self) -> EventEngine: ...
+    def inject(self, node: str, payload: bytes) -> None:
+        """Put bytes on the bus that no engine would send."""
+
+    def dropped(self) -> int: ...
+    async def aclose(self) -> None: ...
+
+
+class InProcess:
+    def __init__(self, small: bool) -> None:
+        self.bus = InProcessBus("test", buffer_items=SMALL if small else 1024)
+        self.engines: list[InProcessEngine] = []
+
+    async def node(self) -> EventEngine:
+        engine = InProcessEngine(self.bus)
+        await engine.start()
+        self.engines.append(engine)
+        return engine
+
+    observer = node
+
+    def inject(self, node: str, payload: bytes) -> None:
+        too_large = len(payload) > 256 << 10
+        self.bus.deliver(EventRefused(node, len(payload)) if too_large else EventReceived(node, payload))
+
+    def dropped(self) -> int:
+        return sum(subscription.dropped for subscription in self.bus.subscriptions)
+
+    async def aclose(self) -> None:
+        for engine in self.engines:
+            await engine.close()
+
+
+class Zenoh:
+    """The hub is the observer, as in a master."""
+
+    def __init__(self, small: bool) -> None:
+        settings = ZenohSettings(inbox_events=SMALL) if small else ZenohSettings()
+        self.endpoint = f"tcp/127.0.0.1:{free_port()}"
+        self.hub = ZenohEngine(cluster="test", endpoint=self.endpoint, listen=True, settings=settings)
+        self.engines = [self.hub]
+
+    async def node(self) -> EventEngine:
+        await self.hub.start()
+        engine = ZenohEngine(cluster="test", endpoint=self.endpoint)
+        await engine.start()
+        self.engines.append(engine)
+        return engine
+
+    async def observer(self) -> EventEngine:
+        await self.hub.start()
+        return self.hub
+
+    def inject(self, node: str, payload: bytes) -> None:
+        session: Any = self.engines[-1]._session  # pyright: ignore[reportPrivateUsage]
+        session.put(node_key("test", node, EVENTS), payload)
+
+    def dropped(self) -> int:
+        return sum(s.dropped for s in self.hub._subscriptions)  # pyright: ignore[reportPrivateUsage]
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+BUSES = {"inprocess": InProcess, "zenoh": Zenoh}
+
+
+@pytest.fixture(params=BUSES)
+async def bus(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+    made = BUSES[request.param](False)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture(params=BUSES)
+async def small_bus(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+    made = BUSES[request.param](True)
+    yield made
+    await made.aclose()

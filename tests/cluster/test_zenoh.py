@@ -1,0 +1,263 @@
+"""The zenoh bus between real processes, which are killed and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from gpurt.cluster.epoch import Epoch
+from gpurt.cluster.errors import BusUnavailable, InvalidName
+from gpurt.cluster.master import MasterConfig, run_master
+from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.records import NodeState
+from gpurt.cluster.state import encode_snapshot
+from gpurt.cluster.view import MasterView
+from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
+from gpurt.cluster.zenoh_engine import ZenohEngine
+from tests.cluster.support import Child, device, event_bytes, free_port, snapshot, until
+
+
+@pytest.fixture
+def endpoint() -> str:
+    return f"tcp/127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        child.kill()
+
+
+@asynccontextmanager
+async def running(task: asyncio.Task[None]) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_killed_node_is_suspect_within_a_quarter_second_then_lost_then_back(
+    endpoint: str, children: list[Child]
+) -> None:
+    view = MasterView(grace_s=0.3)
+    async with running(asyncio.create_task(run_master(MasterConfig("test", endpoint), view))):
+        children.append(Child("node", endpoint, "n1"))
+        children.append(Child("node", endpoint, "n2"))
+        await asyncio.gather(*(child.ready() for child in children))
+
+        def state(node: str) -> NodeState | None:
+            record = view.node(node)
+            return record and record.state
+
+        await until(lambda: state("n1") is state("n2") is NodeState.HEALTHY, "both nodes")
+        children[0].process.kill()
+        taken = await until(lambda: state("n1") is NodeState.SUSPECT, "the suspicion")
+        assert taken < 0.25
+        await until(lambda: state("n1") is NodeState.LOST)
+        assert state("n2") is NodeState.HEALTHY
+        children.append(await Child("node", endpoint, "n1").ready())
+        await until(lambda: state("n1") is NodeState.HEALTHY, "the return")
+
+
+async def hub_is_killed(endpoint: str, children: list[Child], *, events: int, rate: float, outages: int) -> None:
+    """A node publishes to an observer in another process; the hub between them is killed again and again."""
+    children.append(await Child("hub", endpoint).ready())
+    node = ZenohEngine(cluster="test", endpoint=endpoint)
+    watcher = ZenohEngine(cluster="test", endpoint=endpoint)
+    seen: list[int] = []
+    view = MasterView()
+    observer = ClusterObserver(watcher, view, on_event=lambda event: seen.append(event.position.seq))
+    await asyncio.gather(node.start(), watcher.start())
+    try:
+        async with running(asyncio.create_task(observer.run())):
+            epoch = Epoch.new(1)
+            await node.join("n1", encode_snapshot(snapshot(device(), epoch=epoch)))
+            await until(lambda: view.node("n1"), "the first snapshot")
+            kill_at = {events * (n + 1) // (outages + 2) for n in range(outages)}
+            start = time.monotonic()
+            restart: asyncio.Task[Child] | None = None
+            for seq in range(1, events + 1):
+                if seq in kill_at:
+                    if restart is not None:
+                        children.append(await restart)
+                    children.pop().kill()
+                    restart = asyncio.create_task(_later(0.2, endpoint))
+                await node.set_state(encode_snapshot(snapshot(device(), epoch=epoch, seq=seq)))
+                await node.publish(event_bytes(seq, epoch=epoch))
+                await asyncio.sleep(max(0.0, start + seq / rate - time.monotonic()))
+            assert restart is not None
+            children.append(await restart)
+            await until(lambda: seen and seen[-1] == events, "the last event", timeout=20)
+            await until(lambda: view.node("n1").state is NodeState.HEALTHY)  # type: ignore[union-attr]
+        lost = events - len(set(seen))
+        duplicates = len(seen) - len(set(seen))
+        assert (lost, duplicates) == (0, 0)
+        assert seen == sorted(seen)
+    finally:
+        await asyncio.gather(node.close(), watcher.close())
+
+
+async def _later(seconds: float, endpoint: str) -> Child:
+    await asyncio.sleep(seconds)
+    return await Child("hub", endpoint).ready()
+
+
+async def test_no_event_is_lost_or_doubled_when_the_hub_is_killed(endpoint: str, children: list[Child]) -> None:
+    await hub_is_killed(endpoint, children, events=2000, rate=400, outages=1)
+
+
+@pytest.mark.slow
+async def test_no_event_is_lost_or_doubled_when_the_hub_is_killed_often(endpoint: str, children: list[Child]) -> None:
+    await hub_is_killed(endpoint, children, events=20_000, rate=300, outages=5)
+
+
+async def test_worker_process_to_master_process(endpoint: str, children: list[Child], tmp_path: Path) -> None:
+    """Every device of every worker, keyed by (node, device), through real processes; and a worker that comes back
+    has the same devices."""
+    master = await Child("master", endpoint).ready()
+    children.append(master)
+    workers = [
+        Child("worker", endpoint, "w1", tmp_path / "w1.json", "h100x2"),
+        Child("worker", endpoint, "w2", tmp_path / "w2.json", "h100x2,m2-ultra"),
+    ]
+    children += workers
+    await asyncio.gather(*(worker.ready() for worker in workers))
+
+    async def picture(devices: int, **nodes: str) -> set[tuple[str, str]]:
+        async with asyncio.timeout(15):
+            while True:
+                said = json.loads(await master.line())
+                if said["nodes"] == nodes and len(said["devices"]) == devices:
+                    return {(node, key) for node, key in said["devices"]}
+
+    everything = await picture(5, w1="healthy", w2="healthy")
+    assert sum(node == "w1" for node, _ in everything) == 2
+    assert len(everything) == 5
+    workers[0].process.kill()
+    await picture(3, w1="suspect", w2="healthy")
+    await picture(3, w1="lost", w2="healthy")
+    children.append(await Child("worker", endpoint, "w1", tmp_path / "w1.json", "h100x2").ready())
+    assert await picture(5, w1="healthy", w2="healthy") == everything
+    assert children[-1].end() == 0
+    await picture(3, w1="left", w2="healthy")
+
+
+async def test_a_worker_waits_for_its_hub_and_is_cancelled_cleanly(endpoint: str, tmp_path: Path) -> None:
+    joined = asyncio.Event()
+
+    async def ready(worker: Worker) -> None:
+        assert worker.backend is not None
+        joined.set()
+
+    config = WorkerConfig("w1", "test", endpoint, registry_path=tmp_path / "r.json", simulate="h100")
+    worker = asyncio.create_task(run_worker(config, on_ready=ready))
+    await asyncio.sleep(0.3)
+    worker.cancel()
+    start = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await worker
+    assert time.monotonic() - start < 1.0
+    worker = asyncio.create_task(run_worker(config, on_ready=ready))
+    view = MasterView()
+    async with running(asyncio.create_task(run_master(MasterConfig("test", endpoint), view))):
+        async with running(worker):
+            await joined.wait()
+            await until(lambda: view.node("w1"))
+            record = view.node("w1")
+            assert record is not None
+            assert record.gpu_backend == "simulated"
+            assert all(d.simulated for d in record.gpu_devices)
+            first = record.epoch
+        await until(lambda: view.node("w1").state is NodeState.LEFT)  # type: ignore[union-attr]
+        joined.clear()
+        async with running(asyncio.create_task(run_worker(config, on_ready=ready))):
+            await joined.wait()
+            await until(lambda: view.node("w1").state is NodeState.HEALTHY)  # type: ignore[union-attr]
+            record = view.node("w1")
+            assert record is not None
+            assert Epoch.parse(record.epoch) > Epoch.parse(first)
+
+
+async def test_what_the_registry_remembers_is_told_at_once_and_then_looked_up(endpoint: str, tmp_path: Path) -> None:
+    config = WorkerConfig("w1", "test", endpoint, registry_path=tmp_path / "r.json", simulate="h100")
+    view = MasterView()
+    changes = view.changes()
+    async with running(asyncio.create_task(run_master(MasterConfig("test", endpoint), view))):
+        for _ in range(2):
+            joined = asyncio.Event()
+
+            async def ready(_: Worker, joined: asyncio.Event = joined) -> None:
+                joined.set()
+
+            async with running(asyncio.create_task(run_worker(config, on_ready=ready))):
+                await joined.wait()
+                await until(lambda: (r := view.node("w1")) is not None and r.discovery_status == "complete")
+    changes.close()
+    assert [change async for change in changes if change.device]
+
+
+async def test_an_address_in_use_is_said_so(endpoint: str) -> None:
+    first = ZenohEngine(endpoint=endpoint, listen=True)
+    second = ZenohEngine(endpoint=endpoint, listen=True)
+    await first.start()
+    try:
+        with pytest.raises(BusUnavailable, match="cannot listen on tcp/") as caught:
+            await second.start()
+        assert "another port" in str(caught.value)
+    finally:
+        await first.close()
+    await second.start()
+    await second.close()
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:7447", "tcp/127.0.0.1:0", "tcp/a,tcp/b", "http/x:1"])
+def test_malformed_addresses_are_refused(address: str) -> None:
+    with pytest.raises(InvalidName, match="endpoint"):
+        MasterConfig(endpoint=address)
+    with pytest.raises(InvalidName, match="endpoint"):
+        WorkerConfig("w1", endpoint=address)
+
+
+def test_importing_the_cluster_layer_loads_no_zenoh() -> None:
+    import subprocess
+    import sys
+
+    code = "import gpurt.cluster.master, sys; sys.exit('zenoh' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+async def test_thousands_of_events_leave_the_loop_free(endpoint: str) -> None:
+    """20,000 events of 1 KB in a burst: everything is there in the end, seen or made up for by a snapshot."""
+    hub = ZenohEngine(cluster="test", endpoint=endpoint, listen=True)
+    node = ZenohEngine(cluster="test", endpoint=endpoint)
+    view = MasterView()
+    observer = ClusterObserver(hub, view)
+    await hub.start()
+    await node.start()
+    try:
+        async with running(asyncio.create_task(observer.run())):
+            await node.join("n1", encode_snapshot(snapshot(device())))
+            await until(lambda: view.node("n1"))
+            await node.set_state(encode_snapshot(snapshot(device(), seq=3000)))
+            payload = [event_bytes(seq, data={"x": "y" * 600}) for seq in range(1, 3001)]
+            sending = asyncio.gather(*map(node.publish, payload))
+            turns = 0
+            while (view.node("n1").seq) < 3000:  # type: ignore[union-attr]
+                await asyncio.sleep(0)
+                turns += 1
+                assert turns < 1_000_000
+            await sending
+            # The task that takes them gives way every 64 events.
+            assert turns > 3000 // 64
+    finally:
+        await asyncio.gather(node.close(), hub.close())

@@ -1,0 +1,195 @@
+"""Hand-made mutants of the runtime: small wrong versions of its source that the suite must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    where: str
+    """Which conformance tests are run against it, as a ``-k`` expression; fewer, to be quick."""
+
+
+MUTANTS = [
+    Mutant(
+        "ignore the claim: a dropped call runs all the same",
+        "lane.py",
+        "                self._stage = _Stage.CLOSED\n                dropped = True",
+        "                return None",
+        "queued",
+    ),
+    Mutant(
+        "drop the undo of a call cancelled in the driver",
+        "lane.py",
+        "        if orphan:\n            self._undo(value, error)",
+        "        if orphan:\n            pass",
+        "cancelled_in_the_driver",
+    ),
+    Mutant(
+        "drop the undo of a call cancelled with its result there",
+        "lane.py",
+        "        return lambda: self._undo(value, error)",
+        "        return None",
+        "result_is_there",
+    ),
+    Mutant(
+        "keep the reservation of a dropped call",
+        "lane.py",
+        "            self.call = None\n            self._undo(NOTHING, None)\n            return None",
+        "            self.call = None\n            return None",
+        "reservation or queued",
+    ),
+    Mutant(
+        "settle only on success",
+        "lane.py",
+        "            error, self.error = self.error, None\n            self._undo(NOTHING, None)",
+        "            error, self.error = self.error, None",
+        "failed_allocations",
+    ),
+    Mutant(
+        "forget the caller's context",
+        "lane.py",
+        "self._context.run(call, self)",
+        "call(self)",
+        "context_variables",
+    ),
+    Mutant(
+        "keep the caller's buffer in the traceback of a failure",
+        "lane.py",
+        "            traceback.clear_frames(exc.__traceback__)\n",
+        "",
+        "lets_go or failure_after",
+    ),
+    Mutant(
+        "a lane keeps the process alive",
+        "lane.py",
+        "name=self.name, daemon=True)",
+        "name=self.name, daemon=False)",
+        "process_ends",
+    ),
+    Mutant(
+        "forget the order on an allocation",
+        "order.py",
+        "{chain.tail for chain in chains if chain.tail is not None}",
+        "set()",
+        "Ordering or order or waits or queued",
+    ),
+    Mutant(
+        "remember only the first call on an allocation",
+        "order.py",
+        "            for chain in chains:\n                chain.tail = job",
+        "            for chain in chains:\n                chain.tail = chain.tail or job",
+        "order or waits or chain or storm",
+    ),
+    Mutant(
+        "a device's outstanding work is nobody's",
+        "order.py",
+        "            if devices:\n                earlier.update",
+        "            if False:\n                earlier.update",
+        "synchronize",
+    ),
+    Mutant(
+        "report a job complete before it is",
+        "order.py",
+        "                if other.complete or (other.sent and other.queue is queue):",
+        "                if other.complete or other.sent:",
+        "waits or order or storm",
+    ),
+    Mutant(
+        "new calls on a hung device wait",
+        "dispatch.py",
+        "        if self._hung and index in self._hung_now():",
+        "        if False:",
+        "hung",
+    ),
+    Mutant(
+        "waiting calls are not told of a hang",
+        "dispatch.py",
+        "                job.future.set_result(None)\n",
+        "                pass\n",
+        "hung_call_fails",
+    ),
+    Mutant(
+        "give up waiting on the second cancellation",
+        "dispatch.py",
+        "                except asyncio.CancelledError:\n                    continue",
+        "                except asyncio.CancelledError:\n                    return",
+        "cancelled_twice",
+    ),
+    Mutant(
+        "a lost device is forgiven",
+        "dispatch.py",
+        "        if index in self._lost:\n            raise",
+        "        if False:\n            raise",
+        "lost_device",
+    ),
+    Mutant(
+        "droppable free",
+        "shell.py",
+        "failure=GPUError, droppable=False)",
+        "failure=GPUError)",
+        "deallocate",
+    ),
+    Mutant("copy_into does not wait", "shell.py", ", wait_out=True)", ")", "copy_into"),
+    Mutant(
+        "a cancelled copy goes on to its end",
+        "shell.py",
+        "                    if job.abandoned:\n                        return\n",
+        "",
+        "next_chunk",
+    ),
+    Mutant(
+        "the source is not kept",
+        "shell.py",
+        "            view = byte_view(src)\n",
+        "            view = byte_view(bytes(byte_view(src)))\n",
+        "copy_to_device",
+    ),
+    Mutant(
+        "free under a live view",
+        "shell.py",
+        "            if allocation.open_views:",
+        "            if False:",
+        "view",
+    ),
+    Mutant(
+        "overlapping ranges pass",
+        "shell.py",
+        "if src is dst and abs(src_offset - dst_offset) < size:",
+        "if False:",
+        "overlap",
+    ),
+    Mutant(
+        "skip the generation and tamper checks",
+        "memory/handles.py",
+        "        if allocation.handle != handle:",
+        "        if False:",
+        "bad_handle",
+    ),
+    Mutant(
+        "reserve nothing at submission",
+        "memory/ledger.py",
+        "            if limit is not None and usage.committed_bytes + nbytes > limit:",
+        "            if limit is not None and usage.current_bytes + nbytes > limit:",
+        "overshoot",
+    ),
+    Mutant(
+        "a cancelled initialize stays open",
+        "lifecycle.py",
+        "            if value is not NOTHING:\n                self.driver.close()",
+        "            pass",
+        "initialize",
+    ),
+    Mutant(
+        "serve any event loop",
+        "guard.py",
+        "        if asyncio.get_running_loop() is not self._loop:\n            raise self._wrong_loop()",
+        "        pass",
+        "another_loop",
+    ),
+]

@@ -1,0 +1,70 @@
+"""Every mutant is killed by the conformance kit over the reference driver."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpurt
+from tests.mutants.mutants import MUTANTS, Mutant
+
+SOURCE = Path(gpurt.__file__).parent
+ROOT = Path(__file__).parents[2]
+
+
+def _run(package_parent: Path, where: str) -> subprocess.CompletedProcess[str]:
+    """The kit over the gpurt in ``package_parent``."""
+    code = (
+        "import sys, pathlib, gpurt, pytest\n"
+        f"assert pathlib.Path(gpurt.__file__).is_relative_to({str(package_parent)!r}), gpurt.__file__\n"
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    selection = f"TestReference and not uvloop and ({where})"
+    arguments = ["tests/conformance/test_backends.py", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments, "-k", selection],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package_parent), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def _copy(folder: Path) -> Path:
+    shutil.copytree(SOURCE, folder / "gpurt", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_still_applies(mutant: Mutant) -> None:
+    """A mutant whose text is gone would prove nothing."""
+    text = (SOURCE / mutant.file).read_text()
+    assert text.count(mutant.old) >= 1
+
+
+@pytest.mark.slow
+def test_unchanged_copy_passes(tmp_path: Path) -> None:
+    where = " or ".join(dict.fromkeys(f"({mutant.where})" for mutant in MUTANTS))
+    result = _run(_copy(tmp_path), where)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
+    parent = _copy(tmp_path)
+    path = parent / "gpurt" / mutant.file
+    path.write_text(path.read_text().replace(mutant.old, mutant.new))
+    try:
+        result = _run(parent, mutant.where)
+    except subprocess.TimeoutExpired:
+        return  # it hung: noticed
+    # 1: tests failed. Anything else (nothing collected, a usage error) would be no proof.
+    assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-1000:]
