@@ -125,7 +125,8 @@ class GPUBackend(ABC):
         dst_offset_bytes: int = 0,
     ) -> None:
         """Copy between two allocations of this backend, on one device or on two (peer copy, or staged through
-        the host where there is no direct path).
+        the host where there is no direct path). One call of the driver whatever its size: a cancelled one that has
+        begun runs to its end.
 
         Raises:
             OutOfRange: not inside the allocations, or the ranges overlap. InvalidHandle. TransferFailed.

@@ -7,6 +7,7 @@ undone; a cancelled shutdown goes on; a driver that hangs costs its threads, nev
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import warnings
 from collections.abc import Mapping
@@ -163,7 +164,7 @@ class DriverLifecycle(GuardedBackend):
 def _open(driver: Driver) -> tuple[GPUDevice, ...]:
     """Control lane: open the library, refuse when it has nothing to offer."""
     # anyio loads its asyncio half on first use, which would stall the loop for 0.1 s in the middle of a cancellation.
-
+    importlib.import_module("anyio._backends._asyncio")
     devices = tuple(driver.open())
     if not devices:
         driver.close()

@@ -224,8 +224,8 @@ class Capabilities(BaseModel):
 
     threading: Literal["backend", "device", "queue"] = "device"
     """Which calls may run at once. ``backend``: one thread for every call of the driver, ``open`` and telemetry
-    included. ``device``: one thread per device. ``queue``: several threads per device, as long as no two calls
-    touch the same memory."""
+    included. ``device``: one thread per device, and another for its telemetry. ``queue``: several threads per
+    device, as long as no two calls touch the same memory."""
     p2p: bool = False
     """Copies between two devices can go directly; where they cannot, ``copy`` stages through the host itself."""
     host_visible: bool = False

@@ -8,6 +8,7 @@ import json
 import sys
 
 from gpurt.cluster.master import MasterConfig, run_master
+from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
 from gpurt.cluster.zenoh_engine import ZenohEngine
@@ -19,17 +20,17 @@ def say(text: str) -> None:
 
 
 async def hub(endpoint: str) -> None:
-    await ZenohEngine(cluster="test", endpoint=endpoint, listen=True).start()
+    engine = ZenohEngine(cluster="test", endpoint=endpoint, listen=True)
+    await engine.start()
     say("READY")
     await asyncio.Event().wait()
+    await engine.close()
 
 
 async def node(endpoint: str, name: str) -> None:
     """Joins, publishes one event, stays."""
     engine = ZenohEngine(cluster="test", endpoint=endpoint)
     await engine.start()
-    from gpurt.cluster.state import encode_snapshot
-
     await engine.join(name, encode_snapshot(snapshot(node=name, seq=1)))
     await engine.publish(event_bytes(1, node=name))
     say("READY")

@@ -222,6 +222,8 @@ class ClusterObserver:
     # Snapshots
 
     def _want(self, name: str, known: _Node, reason: Resync) -> None:
+        if reason is Resync.JOINED and known.asking and known.sequence.position is None:
+            return  # the question that is under way is the one
         known.next_check = float("inf")
         # A regular check must not hide that something is really missing.
         if known.wanted is None or known.wanted is Resync.ANTI_ENTROPY:

@@ -114,7 +114,8 @@ async def run_worker(
                 found = group.create_task(discovery.discover_all_devices(), name="gpurt-worker-discovery")
                 await engine.start()
                 cached = await discovery.cached()
-                if cached is not None:
+                # A registry that only counts epochs yet remembers no devices; that is not news.
+                if cached is not None and cached.devices:
                     await publisher.start(cached)
                     await publisher.publish_snapshot(await found)
                 else:

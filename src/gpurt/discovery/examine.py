@@ -12,9 +12,8 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from gpurt.backend import GPUBackend
-from gpurt.discovery.sightings import sighted_devices
+from gpurt.discovery.line import ProbeLine
 from gpurt.discovery.verify import verify_backend, verify_driver
-from gpurt.discovery.wire import ProbeLine
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.plugins import load
@@ -24,17 +23,31 @@ Emit = Callable[[ProbeLine], None]
 _log = logging.getLogger("gpurt.discovery")
 
 
-def examine(name: str, emit: Emit, *, verified: Set[str] = frozenset()) -> None:
+def examine(name: str, emit: Emit, *, verified: Set[str] = frozenset(), known: Set[str] = frozenset()) -> None:
     """Find out everything about one backend, and tell ``emit`` each step as soon as it is known.
 
-    The last line but for the closing is ``verified`` or ``failed``; nothing that a library raises escapes.
-    ``verified`` holds the keys of devices that need no verification (:func:`gpurt.discovery.verify.verification_key`).
+    The last line but for the closing is ``verified``, ``unchanged`` or ``failed``; nothing that a library raises
+    escapes.
+
+    Args:
+        verified: keys of devices that need no verification (:func:`gpurt.discovery.verify.verification_key`).
+        known: signatures whose answers the caller has: with one of them the driver is not opened.
     """
     try:
+        signature: str | None = None
         if name == "cuda":
+            from gpurt.discovery.nvidia import sight_nvidia
+
             emit(ProbeLine(stage="doing", message="asking NVML"))
-            emit(_sight_nvidia())
-        emit(ProbeLine(stage="doing", message=f"loading backend {name}"))
+            sighted = sight_nvidia()
+            emit(sighted)
+            signature = sighted.signature
+        elif name == "cpu":
+            signature = _cpu_signature()
+        emit(ProbeLine(stage="doing", message=f"loading backend {name}", signature=signature))
+        if signature in known:
+            emit(ProbeLine(stage="unchanged"))
+            return
         subject = _subject(load(name)())
         if isinstance(subject, Driver):
             _examine_driver(subject, emit, verified)
@@ -81,26 +94,6 @@ async def _examine_backend(backend: GPUBackend, emit: Emit, verified: Set[str]) 
         emit(ProbeLine(stage="verified", devices=await verify_backend(backend, devices, already=verified)))
     finally:
         await backend.shutdown()
-
-
-def _sight_nvidia() -> ProbeLine:
-    """Every NVIDIA device of the machine, also those that CUDA cannot use or may not show."""
-    from gpurt.sources.nvml import open_session
-
-    try:
-        session = open_session()
-        try:
-            version = session.driver_version
-            devices = tuple(seen for record in session.devices() for seen in sighted_devices(record, version))
-        finally:
-            session.close()
-    except BackendUnavailable as exc:
-        return ProbeLine(stage="sighted", reason=exc.reason, message=exc.message, hint=exc.hint)
-    except Exception as exc:
-        return ProbeLine(stage="sighted", reason=ReasonCode.ERROR, message=_said(exc))
-    if not devices:
-        return ProbeLine(stage="sighted", reason=ReasonCode.NO_DEVICE, message="the NVIDIA driver shows no device")
-    return ProbeLine(stage="sighted", devices=devices)
 
 
 def _quietly(close: Callable[[], None]) -> None:

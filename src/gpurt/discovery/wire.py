@@ -8,32 +8,18 @@ the probe cannot be trusted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING, Final
 
 from gpurt.errors import ReasonCode
-from gpurt.types import GPUDevice
+
+if TYPE_CHECKING:
+    from gpurt.discovery.line import ProbeLine
+    from gpurt.types import GPUDevice
 
 MAX_ANSWER_BYTES: Final = 4 << 20
 """1,000 devices of 4 KiB each: more than any host has. What is longer is not an answer."""
 
 STDERR_TAIL_BYTES: Final = 4096
-
-
-class ProbeLine(BaseModel):
-    """One step of a probe, sent as soon as it is known, so that a later crash does not lose it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    stage: Literal["doing", "sighted", "opened", "verified", "failed"]
-    """``doing``: ``message`` says what comes next, for the report if that crashes or hangs. ``sighted``: devices
-    that the management library shows, or why it shows none. ``opened``: devices of the driver, not verified yet.
-    ``verified`` and ``failed`` end the answer."""
-    devices: tuple[GPUDevice, ...] = ()
-    reason: ReasonCode | None = None
-    message: str = ""
-    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +33,19 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """What came of one probe. Exactly one of ``verified`` and ``failure`` is set."""
+    """What came of one probe. Exactly one of ``verified``, ``unchanged`` and ``failure`` is set."""
 
     sighted: tuple[GPUDevice, ...] = ()
     """Shown by the management library (NVML), whether the backend's own library can use them or not."""
     sighting_failure: Failure | None = None
     opened: tuple[GPUDevice, ...] = ()
     verified: tuple[GPUDevice, ...] | None = None
+    unchanged: bool = False
+    """The driver was not asked: ``signature`` is one of those that the probe was given."""
     failure: Failure | None = None
     elapsed_ms: float = 0.0
+    signature: str | None = None
+    """What the answer rests on; None: it must not be remembered."""
 
 
 class Transcript:
@@ -66,6 +56,8 @@ class Transcript:
         self._sighting_failure: Failure | None = None
         self._opened: tuple[GPUDevice, ...] = ()
         self._verified: tuple[GPUDevice, ...] | None = None
+        self._unchanged = False
+        self._signature: str | None = None
         self._failure: Failure | None = None
         self.doing = "starting"
         """What the probe was doing last."""
@@ -73,10 +65,11 @@ class Transcript:
     @property
     def complete(self) -> bool:
         """The probe said everything it will say."""
-        return self._verified is not None or self._failure is not None
+        return self._verified is not None or self._unchanged or self._failure is not None
 
     def add(self, line: ProbeLine) -> None:
         failure = Failure(line.reason, line.message, line.hint) if line.reason is not None else None
+        self._signature = line.signature or self._signature
         match line.stage:
             case "doing":
                 self.doing = line.message
@@ -86,6 +79,8 @@ class Transcript:
                 self._opened = line.devices
             case "verified":
                 self._verified = line.devices
+            case "unchanged":
+                self._unchanged = True
             case "failed":
                 self.fail(failure or Failure(ReasonCode.ERROR, line.message, line.hint))
 
@@ -101,6 +96,8 @@ class Transcript:
             sighting_failure=self._sighting_failure,
             opened=self._opened,
             verified=self._verified,
+            unchanged=self._unchanged,
             failure=self._failure,
             elapsed_ms=round(elapsed_ms, 1),
+            signature=self._signature,
         )

@@ -186,6 +186,7 @@ class LifecycleTests(ConformanceBase):
         self, backend: GPUBackend, shell: DriverBackend, device_id: str, hold: DriverProbe
     ) -> None:
         await backend.shutdown()
+        hold.threads.clear()  # the earlier life had threads of its own
         await backend.initialize()
         size = 4096
 
