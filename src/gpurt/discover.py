@@ -22,8 +22,10 @@ from gpurt.errors import GPUError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gpurt.discovery.probe import ChildProber
     from gpurt.discovery.result import DiscoveryResult
     from gpurt.discovery.service import GPUDiscoveryService
+    from gpurt.discovery.survey import Prober
 
 EXIT_ACCELERATOR, EXIT_NO_ACCELERATOR, EXIT_ERROR = 0, 1, 2
 
@@ -34,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", action="store_true", help="say how the answer came about")
     parser.add_argument("--watch", type=_seconds, metavar="N", help="look again every N seconds, print changes")
     parser.add_argument("--backend", metavar="NAME", help="ask this backend only")
+    parser.add_argument(
+        "--verify", action="store_true", help="open every driver and check every device again, whatever is remembered"
+    )
     parser.add_argument("--registry", metavar="PATH", help="registry file (default: in the user's state directory)")
     parser.add_argument(
         "--timeout", type=_seconds, metavar="S", help="seconds for each backend (default: 10; 30 the first time)"
@@ -46,11 +51,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         GPUError: the options or the environment are wrong.
     """
-    service = _service(args)
     if args.watch is None:
-        return asyncio.run(_once(service, args))
+        return asyncio.run(_once(args))
     try:
-        asyncio.run(_watch(service, args))
+        asyncio.run(_watch(_service(args), args))
     except KeyboardInterrupt:
         return 0
     return 0
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _service(args: argparse.Namespace) -> GPUDiscoveryService:
+def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDiscoveryService:
     from gpurt.discovery.service import GPUDiscoveryService
     from gpurt.plugins import known_names
     from gpurt.settings import canonical_name
@@ -92,7 +96,11 @@ def _service(args: argparse.Namespace) -> GPUDiscoveryService:
     if args.registry is not None:
         _check_registry(args.registry)
     return GPUDiscoveryService(
-        registry_path=args.registry, backends=backends, probe_timeout=args.timeout, interval=args.watch or 10.0
+        registry_path=args.registry,
+        backends=backends,
+        probe_timeout=args.timeout,
+        interval=args.watch or 10.0,
+        prober=prober,
     )
 
 
@@ -108,9 +116,17 @@ def _check_registry(text: str) -> None:
         raise GPUError(f"--registry {text}: {existing} is not a directory", hint="name a file in a directory")
 
 
-async def _once(service: GPUDiscoveryService, args: argparse.Namespace) -> int:
-    async with service:
-        result = await service.discover_all_devices()
+async def _once(args: argparse.Namespace) -> int:
+    from gpurt.discovery.probe import ChildProber
+
+    prober = ChildProber()
+    try:
+        # Half of the time of a quick answer is imports, in the child and here: let both go on at once.
+        await _prepare(prober, args.backend)
+        async with _service(args, prober) as service:
+            result = await service.discover_all_devices(verify=args.verify)
+    finally:
+        await prober.discard()
     if args.json:
         _write(result.document())
     else:
@@ -118,16 +134,32 @@ async def _once(service: GPUDiscoveryService, args: argparse.Namespace) -> int:
     return _exit_code(result)
 
 
+async def _prepare(prober: ChildProber, backend: str | None) -> None:
+    from gpurt.discovery.gate import gate
+    from gpurt.discovery.probe import has_child_processes
+    from gpurt.platforms import current_platform
+
+    platform = current_platform()
+    if backend not in (None, "cuda") or not has_child_processes(platform) or gate("cuda", platform=platform):
+        return
+    try:
+        await prober.prepare("cuda", os.environ)
+    except (OSError, NotImplementedError) as exc:
+        logging.getLogger("gpurt.discovery").info("the probe is not started early: %s", exc)
+
+
 async def _watch(service: GPUDiscoveryService, args: argparse.Namespace) -> None:
     async with service:
         if args.json:
+            if args.verify:
+                await service.discover_all_devices(verify=True)
             async for result in service.watch():
                 _write(result.document())
             return
         from gpurt.discovery.events import EventType
         from gpurt.discovery.report import describe
 
-        console = _show(await service.discover_all_devices(), args)
+        console = _show(await service.discover_all_devices(verify=args.verify), args)
         async for event in service.subscribe():
             if event.type is not EventType.SNAPSHOT:
                 console.print(describe(event), soft_wrap=True)
@@ -172,4 +204,6 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
+    # pydantic would read the metadata of every installed package to look for plug-ins of its own: time, for nothing.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.exit(main())

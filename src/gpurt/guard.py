@@ -27,6 +27,7 @@ from gpurt.errors import (
     WrongLoop,
 )
 from gpurt.lane import Job
+from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.memory.ledger import Ledger
 from gpurt.types import DeviceState, GPUDevice, MemoryHandle
@@ -44,6 +45,7 @@ class GuardedBackend(GPUBackend):
         memory_limit: int | Mapping[str, int] | None = None,
         hang_after: float = 30.0,
         max_pending: int = 1024,
+        pool_bytes: int | None = None,
         on_background_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         if not hang_after > 0:
@@ -53,11 +55,15 @@ class GuardedBackend(GPUBackend):
         limits = memory_limit.values() if isinstance(memory_limit, Mapping) else (memory_limit,)
         if any(limit is not None and limit < 0 for limit in limits):
             raise ValueError(f"memory_limit must not be negative: {memory_limit!r}")
+        if pool_bytes is not None and pool_bytes < 0:
+            raise ValueError(f"pool_bytes must not be negative: {pool_bytes!r}")
         self.driver = driver
         self.ledger = Ledger()
         self.state_listeners: list[Callable[[GPUDevice], None]] = []
         """Called on the event loop with a device whose state has changed (unresponsive, lost, back)."""
         self._memory_limit = memory_limit
+        self._pool_bytes = pool_bytes
+        self._allocator = Allocator(driver, self.ledger, {}, pool_bytes)
         self._hang_after = hang_after
         self._max_pending = max_pending
         self._on_background_error = on_background_error or _log_background_error
@@ -212,17 +218,14 @@ class GuardedBackend(GPUBackend):
         return kind(str(exc) or type(exc).__name__, **context)
 
     async def _memory_numbers(self, device_id: str, requested: int) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"requested_bytes": requested, "pooled_bytes": 0}
+        pooled = self._allocator.pooled_bytes(self._index[device_id])
+        numbers: dict[str, Any] = {"requested_bytes": requested, "pooled_bytes": pooled}
         numbers["limit_bytes"] = self.ledger.usage(device_id).limit_bytes
         # The numbers are a help; the failure itself is what must get out, so a second one is let go.
         with contextlib.suppress(GPUError):
             info = await self.get_device_memory_info(device_id)
             numbers |= {"free_bytes": info.available_bytes, "total_bytes": info.total_bytes}
         return numbers
-
-    def _is_out_of_memory(self, exc: Exception) -> bool:
-        kind = type(exc) if isinstance(exc, GPUError) else self.driver.classify(exc)
-        return kind is not None and issubclass(kind, OutOfMemory)
 
 
 class _Checking:

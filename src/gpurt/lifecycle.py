@@ -18,6 +18,7 @@ from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceUnresponsive, ReasonCode
 from gpurt.guard import GuardedBackend
 from gpurt.lane import NOTHING, Job
+from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.types import GPUDevice
 
@@ -93,7 +94,8 @@ class DriverLifecycle(GuardedBackend):
         self._devices = devices
         self._index = {device.device_id: index for index, device in enumerate(devices)}
         self._handles = HandleTable()
-        self.ledger.open({name: limit.get(name) if isinstance(limit, Mapping) else limit for name in self._index})
+        limits = {name: limit.get(name) if isinstance(limit, Mapping) else limit for name in self._index}
+        self._allocator = Allocator(self.driver, self.ledger, limits, self._pool_bytes)
         self._open = True
 
     # Closing
@@ -136,7 +138,14 @@ class DriverLifecycle(GuardedBackend):
 
     async def _close_driver(self, dispatch: Dispatcher, leaked: list[Allocation]) -> None:
         await dispatch.drain()
-        for job in [self._submit_free(dispatch, one) for one in leaked if not dispatch.lost(one.index)]:
+        present = [index for index in range(len(self._devices)) if not dispatch.lost(index)]
+        jobs = [self._submit_free(dispatch, one) for one in leaked if one.index in present]
+        jobs += [
+            dispatch.submit(index, "memory", lambda _, index=index: self._allocator.free_pooled(index))
+            for index in present
+            if self._allocator.pooled_bytes(index) or leaked
+        ]
+        for job in jobs:
             try:
                 await dispatch.finished(job, droppable=False)
                 job.take()
@@ -150,11 +159,11 @@ class DriverLifecycle(GuardedBackend):
     def _submit_free(self, dispatch: Dispatcher, allocation: Allocation) -> Job:
         """From here on the handle is dead; the memory goes when everything submitted on it is done."""
         self._handles.remove(allocation)
-        handle, token, ledger = allocation.handle, allocation.token, self.ledger
+        handle, ledger, allocator = allocation.handle, self.ledger, self._allocator
 
         def free(_: Job) -> None:
             try:
-                self.driver.free(allocation.index, token)
+                allocator.release(allocation.index, allocation.block_bytes, allocation.token)
             finally:
                 ledger.release(handle.device_id, handle.size_bytes)
 

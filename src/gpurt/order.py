@@ -26,6 +26,11 @@ class Chain:
     def __init__(self) -> None:
         self.tail: Job | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Nothing submitted on the allocation is outstanding."""
+        return self.tail is None or self.tail.complete
+
 
 class Queue:
     """A lane and its bound: at most ``max_pending`` jobs are in the lane, later ones are held back in order."""

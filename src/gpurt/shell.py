@@ -19,6 +19,7 @@ from gpurt.lane import NOTHING, Job
 from gpurt.lifecycle import DriverLifecycle
 from gpurt.memory.handles import Allocation, check_range, whole_number
 from gpurt.memory.hostbytes import read_bytes
+from gpurt.memory.pool import PoolStatistics
 from gpurt.memory.views import DeviceView
 from gpurt.types import MemoryHandle, MemoryInfo, Telemetry
 
@@ -40,6 +41,8 @@ class DriverBackend(DriverLifecycle):
         hang_after: seconds after which a driver call that has not returned makes its device unresponsive: new,
             queued and waiting calls on it fail with ``DeviceUnresponsive`` until the driver returns.
         max_pending: calls handed to one lane at a time; more callers wait for a place, in order.
+        pool_bytes: freed memory that is kept per device for the next allocation of its size; None is what the
+            driver suggests (``Capabilities.pool_bytes``), 0 keeps none.
         on_background_error: gets the error of a call whose caller was cancelled; default: logged at ERROR.
             May be called on any thread.
     """
@@ -57,30 +60,22 @@ class DriverBackend(DriverLifecycle):
             if largest is not None and nbytes > largest:
                 raise OutOfRange(f"the largest single allocation of this library is {largest:,} bytes")
             self.ledger.reserve(device_id, nbytes)
-        ledger = self.ledger
+        ledger, allocator = self.ledger, self._allocator
+        block_bytes = allocator.block_bytes(index, nbytes)
+        token = allocator.take(index, block_bytes)
+        if token is None:
 
-        def undo(token: Any) -> None:
-            try:
-                if token is not NOTHING:
-                    self.driver.free(index, token)
-            finally:
-                ledger.cancel(device_id, nbytes)
+            def undo(token: Any) -> None:
+                try:
+                    if token is not NOTHING:
+                        allocator.release(index, block_bytes, token)
+                finally:
+                    ledger.cancel(device_id, nbytes)
 
-        job = dispatch.submit(index, "memory", lambda _: self._alloc(index, nbytes), undo=undo)
-        token = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
+            job = dispatch.submit(index, "memory", lambda _: allocator.make(index, block_bytes), undo=undo)
+            token = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
         ledger.commit(device_id, nbytes)
-        return self._handles.add(device_id, index, nbytes, token).handle
-
-    def _alloc(self, index: int, nbytes: int) -> Any:
-        """Lane thread: one allocation, with one round of making room."""
-        alignment = self.driver.capabilities.alignment_bytes
-        padded = -(-nbytes // alignment) * alignment
-        try:
-            return self.driver.alloc(index, padded)
-        except Exception as exc:
-            if not self._is_out_of_memory(exc) or not self.driver.trim(index):
-                raise
-        return self.driver.alloc(index, padded)
+        return self._handles.add(device_id, index, nbytes, token, block_bytes)
 
     async def deallocate(self, handle: MemoryHandle) -> None:
         dispatch = self._enter()
@@ -94,7 +89,9 @@ class DriverBackend(DriverLifecycle):
                     hint="close them and delete arrays made from them",
                 )
         index = allocation.index
-        if dispatch.lost(index):  # its memory went with it; only the books are left
+        if dispatch.lost(index) or (  # its memory went with it; only the books are left
+            allocation.chain.idle and self._allocator.keep(index, allocation.block_bytes, allocation.token)
+        ):
             self._handles.remove(allocation)
             self.ledger.release(handle.device_id, handle.size_bytes)
             return
@@ -246,8 +243,13 @@ class DriverBackend(DriverLifecycle):
             self._enter()
             return sum([await self.trim(device.device_id) for device in self._devices])
         dispatch, index = self._enter_device(device_id)
-        job = dispatch.submit(index, "memory", lambda _: self.driver.trim(index))
+        job = dispatch.submit(index, "memory", lambda _: self._allocator.trim(index))
         return await self._outcome(job, index, "trim")
+
+    def pool_statistics(self, device_id: str) -> PoolStatistics:
+        """Hits, misses and what the pool of a device holds. Does not wait; any time while the backend is open."""
+        _, index = self._enter_device(device_id)
+        return self._allocator.statistics(index)
 
     # Telemetry
 
@@ -268,12 +270,14 @@ class DriverBackend(DriverLifecycle):
                 device_id=device_id,
                 operation="get_device_memory_info",
             )
-        reserved = min(reading.memory_reserved_bytes or 0, total)
+        pooled = self._allocator.pooled_bytes(self._index[device_id])
+        reserved = min((reading.memory_reserved_bytes or 0) + pooled, total)
         free = reading.memory_free_bytes
         if free is None:
             # The library does not tell: what we have given out is the most that can be known.
             used = reading.memory_used_bytes if reading.memory_used_bytes is not None else usage.current_bytes
             free = max(0, total - reserved - used)
+        free = min(free, total - reserved)
         available = free if usage.limit_bytes is None else min(free, usage.limit_bytes - usage.committed_bytes)
         return MemoryInfo(
             total_bytes=total,

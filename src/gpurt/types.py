@@ -233,6 +233,8 @@ class Capabilities(BaseModel):
     unified_memory: bool = False
     pools_memory: bool = False
     """The library keeps freed memory itself, so gpurt must not pool on top."""
+    pool_bytes: int = Field(default=0, ge=0)
+    """How much freed memory gpurt should keep per device where the user does not say; 0 for none."""
     telemetry: frozenset[str] = frozenset()
     """Names of :class:`Telemetry` fields that this driver may fill."""
     alignment_bytes: int = Field(default=1, ge=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -198,6 +199,57 @@ async def test_a_child_that_hangs_while_it_closes_has_answered(children: Childre
     assert time.monotonic() - started < 4.0
     assert outcome.verified == ()
     await children.gone()
+
+
+async def test_what_was_started_early_is_asked_once_and_only_in_its_environment(children: Children) -> None:
+    script = """
+        sys.stdin.readline()
+        say("failed", reason="no_device", message=os.environ.get("PLACE", ""))
+        """
+    prober = children.prober(script)
+    await prober.prepare("toy", os.environ)
+    await prober.prepare("toy", os.environ)
+    assert (await probe(prober)).failure is not None
+    assert len(children.pids()) == 1
+    await probe(prober)
+    assert len(children.pids()) == 2
+    await prober.prepare("toy", os.environ)
+    elsewhere = await prober.probe("toy", deadline=5.0, environ={"PLACE": "elsewhere"})
+    assert elsewhere.failure is not None
+    assert elsewhere.failure.message == "elsewhere"
+    await children.gone()
+
+
+async def test_what_was_started_early_and_is_not_asked_dies(children: Children) -> None:
+    prober = children.prober("sys.stdin.read(); signal.pause()")
+    await prober.prepare("toy", os.environ)
+    await until(lambda: len(children.pids()) == 1)
+    await prober.discard()
+    await prober.discard()
+    await children.gone()
+
+
+async def test_a_crash_before_the_question_is_the_answer(children: Children) -> None:
+    prober = children.prober("say('doing', message='looking'); os.kill(os.getpid(), signal.SIGSEGV)")
+    await prober.prepare("toy", os.environ)
+    await until(lambda: bool(children.pids()) and not children.alive())
+    outcome = await probe(prober)
+    assert outcome.failure is not None
+    assert outcome.failure.reason is ReasonCode.CRASHED
+    assert "while looking" in outcome.failure.message
+    assert len(children.pids()) == 1
+
+
+def test_the_child_ends_when_nobody_asks_it() -> None:
+    command = [sys.executable, "-P", "-m", "gpurt.discovery.probe_child", "cpu"]
+    done = subprocess.run(command, env=os.environ | {ENV_TOKEN: "t"}, stdin=subprocess.DEVNULL, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_the_child_by_hand_waits_for_nobody() -> None:
+    command = [sys.executable, "-P", "-m", "gpurt.discovery.probe_child", "cpu"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert '"stage":"verified"' in done.stdout
 
 
 async def test_a_program_that_cannot_start_is_reported() -> None:

@@ -43,7 +43,13 @@ class Host:
         self.most_running = 0
 
     async def probe(
-        self, name: str, *, deadline: float, environ: Mapping[str, str], verified: Set[str] = frozenset()
+        self,
+        name: str,
+        *,
+        deadline: float,
+        environ: Mapping[str, str],
+        verified: Set[str] = frozenset(),
+        known: Set[str] = frozenset(),
     ) -> ProbeOutcome:
         self.probes.append(name)
         self.deadlines.append(deadline)

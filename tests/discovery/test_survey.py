@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpurt import plugins
-from gpurt.discovery.in_place import InPlaceProber, has_child_processes
-from gpurt.discovery.probe import ChildProber
+from gpurt.discovery.in_place import InPlaceProber
+from gpurt.discovery.probe import ChildProber, has_child_processes
 from gpurt.discovery.survey import Survey, backend_names
 from gpurt.errors import GPUError, ReasonCode
 from gpurt.testing.faults import Fault, FaultyDriver

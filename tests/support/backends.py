@@ -10,7 +10,7 @@ from tests.support.reference_driver import ReferenceDriver
 def cpu() -> GPUBackend:
     from gpurt.backends.cpu_backend import CPUDriver
 
-    return DriverBackend(CPUDriver(devices=2))
+    return DriverBackend(CPUDriver(devices=2), pool_bytes=0)
 
 
 def simulated() -> GPUBackend:
@@ -30,6 +30,10 @@ def reference() -> GPUBackend:
     return DriverBackend(ReferenceDriver(chunk_bytes=1 << 14))
 
 
+def pooled() -> GPUBackend:
+    return DriverBackend(ReferenceDriver(chunk_bytes=1 << 14), pool_bytes=1 << 20)
+
+
 def reference_one_thread_per_device() -> GPUBackend:
     return DriverBackend(ReferenceDriver("device"))
 
@@ -39,6 +43,12 @@ def reference_one_thread() -> GPUBackend:
 
 
 def cuda() -> GPUBackend:
+    from gpurt.backends.cuda_backend import CUDABackend
+
+    return CUDABackend(pool_bytes=0)
+
+
+def cuda_pooled() -> GPUBackend:
     from gpurt.backends.cuda_backend import create
 
     return create()

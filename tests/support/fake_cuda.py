@@ -57,6 +57,8 @@ class _Stream:
     device: int
     thread: int
     queue: list[Callable[[], None]] = field(default_factory=list)
+    hosts: set[int] = field(default_factory=set)
+    """Pinned allocations that a queued copy uses."""
 
 
 class FakeRuntime(ModuleType):
@@ -80,6 +82,8 @@ class FakeRuntime(ModuleType):
         self.streams: dict[int, _Stream] = {}
         self.enabled: list[tuple[int, int]] = []
         self.on_set_device: Callable[[int], None] = lambda _: None
+        self.on_call: Callable[[str, int], None] = lambda name, device: None
+        """Called before each copy, synchronisation and pinned allocation, with the thread's device. May raise."""
         self._lock = threading.RLock()
         self._current = threading.local()
         self._next_stream = 1
@@ -137,6 +141,10 @@ class FakeRuntime(ModuleType):
                 if stream.device == self.current:
                     self._run(stream)
 
+    def _enter(self, name: str) -> None:
+        self.calls.append(name)
+        self.on_call(name, self.current)
+
     @property
     def current(self) -> int:
         index = getattr(self._current, "index", None)
@@ -173,10 +181,10 @@ class FakeRuntime(ModuleType):
                 raise CUDARuntimeError(1)
 
     def hostAlloc(self, size: int, flags: int) -> int:
-        self.calls.append("hostAlloc")
-        assert self.current >= 0
+        self._enter("hostAlloc")
+        assert flags == 1, "pinned for the current device only"
         with self._lock:
-            if size > self.pin_limit:
+            if size > self.pin_limit - sum(map(len, self.pinned.values())):
                 raise CUDARuntimeError(2)
             buffer = (ctypes.c_ubyte * size)()
             self.pinned[ctypes.addressof(buffer)] = buffer
@@ -184,6 +192,7 @@ class FakeRuntime(ModuleType):
 
     def freeHost(self, address: int) -> None:
         with self._lock:
+            assert not any(address in stream.hosts for stream in self.streams.values()), "freed under a copy"
             if self.pinned.pop(address, None) is None:
                 raise CUDARuntimeError(1)
 
@@ -194,6 +203,15 @@ class FakeRuntime(ModuleType):
                 if address + size > start + each.size:
                     raise CUDARuntimeError(1)
                 return each.device
+        return None
+
+    def _pinned_start(self, address: int, size: int) -> int | None:
+        """Where the pinned allocation of the range begins, None for other memory."""
+        for start, buffer in self.pinned.items():
+            if start <= address < start + len(buffer):
+                if address + size > start + len(buffer):
+                    raise CUDARuntimeError(1)
+                return start
         return None
 
     # Streams and copies
@@ -212,7 +230,7 @@ class FakeRuntime(ModuleType):
             del self.streams[handle]
 
     def streamSynchronize(self, handle: int) -> None:
-        self.calls.append("streamSynchronize")
+        self._enter("streamSynchronize")
         with self._lock:
             self._run(self._stream(handle))
 
@@ -226,15 +244,17 @@ class FakeRuntime(ModuleType):
         queue, stream.queue = stream.queue, []
         for copy in queue:
             copy()
+        stream.hosts.clear()
 
     def memcpyAsync(self, target: int, source: int, size: int, kind: int, handle: int) -> None:
-        self.calls.append("memcpyAsync")
+        self._enter("memcpyAsync")
         with self._lock:
             stream = self._stream(handle)
             here = stream.device
             sides = {H2D: (None, here), D2H: (here, None), D2D: (here, here)}[kind]
             if (self._owner(source, size), self._owner(target, size)) != sides:
                 raise CUDARuntimeError(1)
+            stream.hosts |= {self._pinned_start(address, size) for address in (source, target)} - {None}
             stream.queue.append(lambda: ctypes.memmove(target, source, size) and None)
 
     def memcpyPeerAsync(

@@ -4,37 +4,40 @@ The calls are those of ``cupy.cuda.runtime``, raw: no CuPy pool, because gpurt p
 has a non-blocking stream of its own per device, so that copies in both directions, and small ones beside large
 ones, overlap. Copies release the GIL. Only :meth:`CuPyDriver.open` differs between the vendors.
 
-Pageable host memory moves at what one thread of the library reaches (7 to 16 GB/s where pinned memory reaches 53).
+Which way host memory takes: pinned memory of :meth:`CuPyDriver.host_alloc` goes straight, in one asynchronous copy;
+small pageable copies are left to the library, in one call; large ones are striped over the staging crew
+(:mod:`gpurt.backends.staging`). What is large, a calibration tells (:mod:`gpurt.backends.copy_tuning`).
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import threading
 from typing import Any, Final, Protocol
 
+from gpurt.backends import copy_tuning
+from gpurt.backends.bounce import Bounce
+from gpurt.backends.copy_tuning import CopyTuning
+from gpurt.backends.cupy_runtime import (
+    DEVICE_TO_DEVICE,
+    ERROR_PEER_ACCESS_ALREADY_ENABLED,
+    LOST_STATUSES,
+    STREAM_NON_BLOCKING,
+    import_runtime,
+    out_of_memory,
+)
+from gpurt.backends.host_copies import HostCopies
+from gpurt.backends.pinned import PinnedMemory
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceLost, GPUError, OutOfMemory, ReasonCode
 from gpurt.types import Capabilities
 
 log = logging.getLogger("gpurt.cupy")
 
-# cudaMemcpyKind, cudaStreamNonBlocking and cudaError_t of CUDA's driver_types.h; HIP's agree.
-HOST_TO_DEVICE: Final = 1
-DEVICE_TO_HOST: Final = 2
-DEVICE_TO_DEVICE: Final = 3
-STREAM_NON_BLOCKING: Final = 1
-ERROR_MEMORY_ALLOCATION: Final = 2
-ERROR_PEER_ACCESS_ALREADY_ENABLED: Final = 704
-LOST_STATUSES: Final = frozenset({46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
-"""Statuses after which "any further CUDA work will return the same error" (driver_types.h), uncorrectable ECC and
-NVLink errors (214, 220), devices unavailable (46), and unknown (999), after which nothing is known of the context."""
-
-STAGING_BYTES: Final = 8 << 20
-"""Pinned host memory per lane thread, for copies between devices without a direct path. 4 MiB buffers are where
-host copies stop getting faster; twice that halves the number of synchronisations."""
+CHUNK_BYTES: Final = 256 << 20
+"""What the shell hands over at a time, about 6 ms at 45 GB/s: long enough that the crew's start and end of a chunk
+weigh little, short enough to be waited for by a cancelled copy."""
 
 
 class Contexts(Protocol):
@@ -50,7 +53,7 @@ class _Lane(threading.local):
 
     def __init__(self) -> None:
         self.streams: dict[int, int] = {}
-        self.staging: dict[int, _Staging] = {}
+        self.bounces: dict[int, Bounce] = {}
 
 
 class CuPyDriver(Driver):
@@ -63,7 +66,7 @@ class CuPyDriver(Driver):
         threading="queue",
         p2p=True,
         alignment_bytes=1,
-        chunk_bytes=32 << 20,
+        chunk_bytes=CHUNK_BYTES,
         telemetry=frozenset(
             {
                 "memory_total_bytes",
@@ -82,6 +85,7 @@ class CuPyDriver(Driver):
         self._contexts = contexts
         self._runtime: Any = None
         self._lane = _Lane()
+        self._host = HostCopies(self._on_stream)
         self._peers: dict[tuple[int, int], bool] = {}
         self._lock = threading.Lock()
 
@@ -94,11 +98,11 @@ class CuPyDriver(Driver):
     def detach(self, index: int) -> None:
         # May come after close(), hence no _select(): the runtime and its contexts outlive that, our hold does not.
         lane = self._lane
-        staging = lane.staging.pop(index, None)
+        bounce = lane.bounces.pop(index, None)
         stream = lane.streams.pop(index, None)
         try:
-            if staging is not None:
-                staging.free()
+            if bounce is not None:
+                bounce.free()
         finally:
             if stream is not None:
                 self._runtime.setDevice(index)
@@ -111,24 +115,31 @@ class CuPyDriver(Driver):
         self._select(index).free(mem)
 
     def write(self, index: int, mem: int, offset: int, src: memoryview) -> None:
-        runtime, stream = self._on_stream(index)
-        host = _bytes_array(src)
-        runtime.memcpyAsync(mem + offset, _address(host), len(src), HOST_TO_DEVICE, stream)
-        runtime.streamSynchronize(stream)
+        self._host.copy("write", index, mem + offset, src)
 
     def read(self, index: int, mem: int, offset: int, dst: memoryview) -> None:
-        runtime, stream = self._on_stream(index)
-        host = _bytes_array(dst)
-        runtime.memcpyAsync(_address(host), mem + offset, len(dst), DEVICE_TO_HOST, stream)
-        runtime.streamSynchronize(stream)
+        self._host.copy("read", index, mem + offset, dst)
+
+    def load(self, index: int, mem: int, offset: int, fd: int, file_offset: int, nbytes: int) -> None:
+        """Fill ``mem[offset:offset + nbytes]`` from the open file ``fd``, without ever holding it in host memory.
+
+        Needs ``os.preadv`` (Linux, macOS). The file's position stays where it is. A file opened with ``O_DIRECT``
+        works for offsets and sizes that are multiples of its block size.
+
+        Raises:
+            EOFError: the file ends before ``file_offset + nbytes``. Part of the range may have been written.
+            OSError: it cannot be read.
+        """
+        self._host.load(index, mem + offset, fd, file_offset, nbytes)
 
     def copy(
         self, src_index: int, src: int, src_offset: int, dst_index: int, dst: int, dst_offset: int, nbytes: int
     ) -> None:
-        """On one device and between peers directly; otherwise through ``STAGING_BYTES`` of host memory, in turn."""
+        """On one device and between peers directly; otherwise through host memory, see :mod:`gpurt.backends.bounce`."""
         source, target = src + src_offset, dst + dst_offset
         if src_index != dst_index and not self._peer_access(src_index, dst_index):
-            self._copy_staged(src_index, source, dst_index, target, nbytes)
+            _, stream = self._on_stream(src_index)
+            self._bounce(src_index).copy(src_index, source, stream, dst_index, target, nbytes)
             return
         runtime, stream = self._on_stream(src_index)
         if src_index == dst_index:
@@ -140,16 +151,48 @@ class CuPyDriver(Driver):
     def sync(self, index: int) -> None:
         self._select(index).deviceSynchronize()
 
+    def host_alloc(self, index: int, nbytes: int) -> PinnedMemory:
+        """``nbytes`` (> 0) of pinned host memory, for copies of every device. Takes about 0.5 s per GiB: pool it.
+
+        ``write`` and ``read`` know it by its address and copy it straight, at the link's own speed.
+        """
+        return self._host.pinned.allocate(self._select(index), nbytes)
+
+    def host_view_of(self, memory: PinnedMemory) -> memoryview:
+        """The memory as a writable ``memoryview`` of unsigned bytes."""
+        return memory.view()
+
+    def host_free(self, index: int, memory: PinnedMemory) -> None:
+        """Give it back. No copy of it is under way.
+
+        Raises:
+            BufferError: a view of it, or an array over one, still exists; nothing has changed then.
+        """
+        self._host.pinned.free(self._select(index), memory)
+
+    def calibrate(self, index: int) -> CopyTuning:
+        """Measure from which size on pageable copies are striped. Takes about 50 ms, and needs 32 MiB of the device.
+
+        Happens by itself at the first large copy, unless :meth:`use_tuning` came before.
+        """
+        return self._host.calibrate(index)
+
+    def use_tuning(self, index: int, tuning: CopyTuning) -> None:
+        """Take what was measured earlier on this device and host. Ignored if the crew has another size now."""
+        copy_tuning.known(self._runtime)[index] = tuning
+
     def close(self) -> None:
         self._peers.clear()
-        self._contexts.release()
+        try:
+            self._host.close()
+        finally:
+            self._contexts.release()
 
     def classify(self, exc: Exception) -> type[GPUError] | None:
         if self._runtime is not None and isinstance(exc, self._runtime.CUDARuntimeError):
-            status = getattr(exc, "status", None)
-            if status == ERROR_MEMORY_ALLOCATION:
+            if out_of_memory(self._runtime, exc):
                 return OutOfMemory
-            return DeviceLost if status in LOST_STATUSES else None
+            return DeviceLost if getattr(exc, "status", None) in LOST_STATUSES else None
         # cupy.cuda.memory.OutOfMemoryError is a MemoryError.
         return super().classify(exc)
 
@@ -165,7 +208,7 @@ class CuPyDriver(Driver):
         if importlib.util.find_spec("cupy") is None and importlib.util.find_spec("cupy_backends") is None:
             raise self._no_library(f"CuPy for {wanted} is not installed", install_hint)
         try:
-            runtime = _import_runtime()
+            runtime = import_runtime()
         except Exception as exc:
             first_line = next(iter(str(exc).strip().splitlines()), "")
             text = f"CuPy is installed and cannot be loaded: {type(exc).__name__}: {first_line}"
@@ -221,75 +264,8 @@ class CuPyDriver(Driver):
                 raise
         return True
 
-    def _copy_staged(self, src_index: int, source: int, dst_index: int, target: int, nbytes: int) -> None:
-        staging = self._lane.staging.get(src_index)
-        if staging is None:
-            self._select(src_index)
-            staging = self._lane.staging[src_index] = _Staging(self._runtime)
-        for done in range(0, nbytes, STAGING_BYTES):
-            part = min(STAGING_BYTES, nbytes - done)
-            runtime, stream = self._on_stream(src_index)
-            runtime.memcpyAsync(staging.address, source + done, part, DEVICE_TO_HOST, stream)
-            runtime.streamSynchronize(stream)
-            self._select(dst_index)
-            stream = staging.stream(dst_index)
-            runtime.memcpyAsync(target + done, staging.address, part, HOST_TO_DEVICE, stream)
-            runtime.streamSynchronize(stream)
-
-
-class _Staging:
-    """A bounce buffer of ``STAGING_BYTES``, pinned, or plain where no more can be pinned, and the streams out of it.
-
-    These streams are not the lane's own: they are gone with the buffer, when the lane leaves the source device.
-    """
-
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
-        self._streams: dict[int, int] = {}
-        self._plain: Any = None
-        try:
-            self.address: int = runtime.hostAlloc(STAGING_BYTES, 0)
-        except runtime.CUDARuntimeError as exc:
-            if exc.status != ERROR_MEMORY_ALLOCATION:
-                raise
-            self._plain = _plain_buffer(STAGING_BYTES)
-            self.address = _address(self._plain)
-
-    def stream(self, index: int) -> int:
-        """This thread's stream on ``index``, which must be its current device."""
-        stream = self._streams.get(index)
-        if stream is None:
-            stream = self._streams[index] = self._runtime.streamCreateWithFlags(STREAM_NON_BLOCKING)
-        return stream
-
-    def free(self) -> None:
-        if self._plain is None:
-            self._runtime.freeHost(self.address)
-        for index, stream in self._streams.items():
-            self._runtime.setDevice(index)
-            self._runtime.streamDestroy(stream)
-
-
-def _import_runtime() -> Any:
-    try:
-        # 15 ms. The public name is cupy.cuda.runtime, the same module, but importing it takes 600 ms.
-        return importlib.import_module("cupy_backends.cuda.api.runtime")
-    except ModuleNotFoundError:
-        return importlib.import_module("cupy").cuda.runtime
-
-
-def _bytes_array(view: memoryview) -> Any:
-    import numpy as np
-
-    # Not ctypes: it refuses read-only memory, such as bytes.
-    return np.frombuffer(view, np.uint8)
-
-
-def _plain_buffer(nbytes: int) -> Any:
-    import numpy as np
-
-    return np.empty(nbytes, np.uint8)
-
-
-def _address(array: Any) -> int:
-    return array.__array_interface__["data"][0]
+    def _bounce(self, src_index: int) -> Bounce:
+        bounce = self._lane.bounces.get(src_index)
+        if bounce is None:
+            bounce = self._lane.bounces[src_index] = Bounce(self._select(src_index), self._select)
+        return bounce

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gpurt.discovery.reasons import remedy
 from gpurt.discovery.visibility import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, Visible, cuda_visible
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
 from gpurt.types import BackendReport, DeviceState, GPUDevice
+
+if TYPE_CHECKING:
+    from gpurt.discovery.remembered import Remembered
 
 CONCLUSIVE: Final = frozenset({ReasonCode.NO_DEVICE, ReasonCode.HIDDEN_BY_ENVIRONMENT})
 """Reasons that are successful enumerations: devices that are not among them are really not there."""
@@ -30,6 +33,10 @@ class BackendAnswer:
     devices: tuple[GPUDevice, ...] = ()
     hidden: frozenset[str] = frozenset()
     """Stable ids of devices that the operator's visibility variable hides, whatever API shows them."""
+    remember: Remembered | None = None
+    """What may stand in for the next probe's answer. Replaces nothing: see :class:`DiscoveryMemory`."""
+    unchanged: bool = False
+    """The answer is a remembered one: the driver was not asked."""
 
 
 def unavailable(name: str, failure: Failure, platform: str, *, elapsed_ms: float = 0.0) -> BackendAnswer:
@@ -88,7 +95,7 @@ def _join(
     joined = list(driver_devices)
     alone: list[tuple[int, GPUDevice]] = []
     for position, card in enumerate(sighted):
-        match = next((i for i, device in enumerate(joined) if _same_card(device, card)), None)
+        match = next((i for i, device in enumerate(joined) if same_card(device, card)), None)
         if match is None:
             alone.append((position, card))
         else:
@@ -96,7 +103,8 @@ def _join(
     return joined, alone
 
 
-def _same_card(device: GPUDevice, card: GPUDevice) -> bool:
+def same_card(device: GPUDevice, card: GPUDevice) -> bool:
+    """Whether a record of CUDA and one of NVML speak of the same card, or the same partition of it."""
     a, b = device.identity, card.identity
     if a is None or b is None:
         return False

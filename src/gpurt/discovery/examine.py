@@ -1,58 +1,47 @@
-"""What a probe does with one backend: look, open, verify, close. Blocking; runs in a child process or on a lane.
+"""What a probe does with one backend: look, and where that does not answer it, open, verify, close.
 
-Nothing here is asynchronous and nothing here has a deadline: whoever calls it can be killed, or is waited for by
-somebody who need not wait.
+Blocking; runs in a child process or on a lane. Nothing here is asynchronous and nothing here has a deadline: whoever
+calls it can be killed, or is waited for by somebody who need not wait. What looking does not need is imported after
+looking: where the answer is known, a probe should cost little more than the start of an interpreter.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Set
-from typing import Any
+from dataclasses import dataclass
 
-from gpurt.backend import GPUBackend
 from gpurt.discovery.line import ProbeLine
-from gpurt.discovery.verify import verify_backend, verify_driver
-from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, ReasonCode
-from gpurt.plugins import load
 
 Emit = Callable[[ProbeLine], None]
 
-_log = logging.getLogger("gpurt.discovery")
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the caller knows of before."""
+
+    verified: Set[str] = frozenset()
+    """Keys of devices that need no verification (:func:`gpurt.discovery.verify.verification_key`)."""
+    known: Set[str] = frozenset()
+    """Signatures whose answers the caller has: with one of them the driver is not opened."""
 
 
-def examine(name: str, emit: Emit, *, verified: Set[str] = frozenset(), known: Set[str] = frozenset()) -> None:
+def examine(name: str, emit: Emit, request: Callable[[], Request]) -> None:
     """Find out everything about one backend, and tell ``emit`` each step as soon as it is known.
 
     The last line but for the closing is ``verified``, ``unchanged`` or ``failed``; nothing that a library raises
-    escapes.
-
-    Args:
-        verified: keys of devices that need no verification (:func:`gpurt.discovery.verify.verification_key`).
-        known: signatures whose answers the caller has: with one of them the driver is not opened.
+    escapes. ``request`` is called after looking: it may have to wait for the caller.
     """
     try:
-        signature: str | None = None
-        if name == "cuda":
-            from gpurt.discovery.nvidia import sight_nvidia
-
-            emit(ProbeLine(stage="doing", message="asking NVML"))
-            sighted = sight_nvidia()
-            emit(sighted)
-            signature = sighted.signature
-        elif name == "cpu":
-            signature = _cpu_signature()
+        signature = _look(name, emit)
+        asked = request()
         emit(ProbeLine(stage="doing", message=f"loading backend {name}", signature=signature))
-        if signature in known:
+        if signature in asked.known:
             emit(ProbeLine(stage="unchanged"))
             return
-        subject = _subject(load(name)())
-        if isinstance(subject, Driver):
-            _examine_driver(subject, emit, verified)
-        else:
-            asyncio.run(_examine_backend(subject, emit, verified))
+        from gpurt.discovery.contact import contact
+
+        contact(name, emit, asked.verified)
     except BackendUnavailable as exc:
         emit(ProbeLine(stage="failed", reason=exc.reason, message=exc.message, hint=exc.hint))
     except ImportError as exc:
@@ -61,47 +50,20 @@ def examine(name: str, emit: Emit, *, verified: Set[str] = frozenset(), known: S
         emit(ProbeLine(stage="failed", reason=ReasonCode.ERROR, message=_said(exc)))
 
 
-def _subject(made: Any) -> Driver | GPUBackend:
-    """The driver behind a backend where there is one: it can be examined without lanes and a loop."""
-    driver = getattr(made, "driver", made)
-    if isinstance(driver, Driver):
-        return driver
-    if isinstance(made, GPUBackend):
-        return made
-    raise BackendUnavailable(
-        f"create() returned {type(made).__name__}, not a GPUBackend or a Driver", reason=ReasonCode.WRONG_API
-    )
+def _look(name: str, emit: Emit) -> str | None:
+    """What can be seen without the backend's library, and what the answer rests on."""
+    if name == "cuda":
+        from gpurt.discovery.nvidia import sight_nvidia
 
+        emit(ProbeLine(stage="doing", message="asking NVML"))
+        sighted = sight_nvidia()
+        emit(sighted)
+        return sighted.signature
+    if name == "cpu":
+        from gpurt.discovery.signature import cpu_signature
 
-def _examine_driver(driver: Driver, emit: Emit, verified: Set[str]) -> None:
-    devices = tuple(driver.open())
-    try:
-        emit(ProbeLine(stage="opened", devices=devices))
-        after = verify_driver(
-            driver, devices, already=verified, doing=lambda what: emit(ProbeLine(stage="doing", message=what))
-        )
-        emit(ProbeLine(stage="verified", devices=after))
-    finally:
-        _quietly(driver.close)
-
-
-async def _examine_backend(backend: GPUBackend, emit: Emit, verified: Set[str]) -> None:
-    try:
-        await backend.initialize()
-        devices = await backend.list_devices()
-        emit(ProbeLine(stage="opened", devices=devices))
-        emit(ProbeLine(stage="doing", message="verifying its devices"))
-        emit(ProbeLine(stage="verified", devices=await verify_backend(backend, devices, already=verified)))
-    finally:
-        await backend.shutdown()
-
-
-def _quietly(close: Callable[[], None]) -> None:
-    # The answer is out already; a library that cannot close does not make the devices worse.
-    try:
-        close()
-    except Exception as exc:
-        _log.warning("closing the driver failed: %s", _said(exc))
+        return cpu_signature()
+    return None
 
 
 def _said(exc: BaseException) -> str:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Set
 from concurrent.futures import Future
 
-from gpurt.discovery.examine import examine
-from gpurt.discovery.wire import Failure, ProbeLine, ProbeOutcome, Transcript
+from gpurt.discovery.examine import Request, examine
+from gpurt.discovery.line import ProbeLine
+from gpurt.discovery.wire import Failure, ProbeOutcome, Transcript
 from gpurt.errors import ReasonCode
 from gpurt.lane import Lane
-
-
-def has_child_processes(platform: str) -> bool:
-    """Whether a probe can be a child: not on iOS, nor where ``sys.executable`` is not an interpreter."""
-    return platform != "ios" and bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 class InPlaceProber:
@@ -26,7 +21,9 @@ class InPlaceProber:
         self._clock = clock
         self._running: dict[str, Future[None]] = {}
 
-    async def probe(self, name: str, *, deadline: float, verified: Set[str] = frozenset()) -> ProbeOutcome:
+    async def probe(
+        self, name: str, *, deadline: float, verified: Set[str] = frozenset(), known: Set[str] = frozenset()
+    ) -> ProbeOutcome:
         """As :meth:`gpurt.discovery.probe.ChildProber.probe`; what hangs is left behind instead of killed."""
         started = self._clock()
         transcript = Transcript()
@@ -36,7 +33,7 @@ class InPlaceProber:
             return transcript.outcome(0.0)
         lines: list[ProbeLine] = []
         lane = Lane(f"gpurt:probe:{name}")
-        running = self._running[name] = lane.submit(examine, name, lines.append, verified=verified)
+        running = self._running[name] = lane.submit(examine, name, lines.append, lambda: Request(verified, known))
         lane.stop()
         await asyncio.wait({asyncio.wrap_future(running)}, timeout=deadline)
         for line in tuple(lines):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
-from gpurt.discovery.assemble import BackendAnswer
+from gpurt.discovery.assemble import CONCLUSIVE, BackendAnswer
 from gpurt.discovery.backoff import Backoff
 from gpurt.discovery.offload import off_loop
 from gpurt.discovery.registry import RegistryDocument, RegistryFile, RegistryTooNew
+from gpurt.discovery.remembered import MAX_ANSWERS, Remembered
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
 from gpurt.errors import ReasonCode
@@ -40,6 +41,11 @@ class DiscoveryMemory:
         """The registry's answer, marked stale."""
         self.recovered_from: str | None = None
         """Why there is no answer although there was a file."""
+        self.known: dict[str, tuple[Remembered, ...]] = {}
+        """Verified answers of each backend that hold while their signature does, the newest first."""
+        self._fresh: dict[str, Remembered] = {}
+        self._forgotten: set[str] = set()
+        """Backends whose answers, and answers that, the file does not know to be gone, or there, yet."""
         self._clock = clock
         self._age_at_load = 0.0
         self._loaded_at: float | None = None
@@ -57,6 +63,7 @@ class DiscoveryMemory:
             return
         self._age_at_load = _age(document.timestamp)
         self.verified = set(document.verified)
+        self.known = dict(document.remembered)
         for report in document.reports:
             shown = tuple(device for device in document.devices if device.backend == report.name)
             self.answers[report.name] = BackendAnswer(report, shown)
@@ -89,6 +96,7 @@ class DiscoveryMemory:
                 self.backoff.succeeded(name)
             else:
                 self.backoff.failed(name)
+            self._keep(name, answer)
             for device in answer.devices:
                 key = verification_key(device)
                 if key is None:
@@ -97,6 +105,41 @@ class DiscoveryMemory:
                     self.verified.add(key)
                 else:
                     self.verified.discard(key)
+
+    def _keep(self, name: str, answer: BackendAnswer) -> None:
+        if answer.remember is not None:
+            self._fresh[name] = answer.remember
+            self.known[name] = _with(answer.remember, self.known.get(name, ()))
+        elif not answer.unchanged and answer.report.reason not in CONCLUSIVE:
+            # Something was wrong: the next probe must look for itself. What a variable hides is wrong nowhere else.
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._fresh.pop(name, None)
+        if self.known.pop(name, ()):
+            self._forgotten.add(name)
+
+    @property
+    def unsaved(self) -> bool:
+        """The file has answers that no longer hold, or lacks one that does."""
+        return bool(self._forgotten or self._fresh)
+
+    async def doubt(self, names: Iterable[str]) -> None:
+        """Forget what was verified of these backends, also in the file: a check that is killed has not passed."""
+        backends = tuple(names)
+        before = len(self.verified)
+        self.verified = {key for key in self.verified if not _is_of(key, backends)}
+        for name in backends:
+            self._forget(name)
+        if not self._forgotten and len(self.verified) == before:
+            return
+
+        def change(old: RegistryDocument | None) -> RegistryDocument:
+            document = old or RegistryDocument()
+            verified = tuple(key for key in document.verified if not _is_of(key, backends))
+            return document.model_copy(update={"verified": verified, "remembered": self._merged(document)})
+
+        await self._update(change)
 
     async def store(self, result: DiscoveryResult) -> bool:
         """Write ``result`` and what was learnt; False where that is not possible. Says why once."""
@@ -119,9 +162,14 @@ class DiscoveryMemory:
                 devices=devices,
                 reports=(*result.reports, *(r for r in (old.reports if old else ()) if r.name not in names)),
                 verified=_of_devices({*verified, *(old.verified if old and others else ())}, devices),
+                remembered=self._merged(old),
                 attempts=attempts,
             )
 
+        return await self._update(change)
+
+    async def _update(self, change: Callable[[RegistryDocument | None], RegistryDocument]) -> bool:
+        fresh, forgotten = dict(self._fresh), set(self._forgotten)
         try:
             await off_loop("registry", lambda: self.file.update(change))
         except (OSError, RegistryTooNew) as exc:
@@ -129,7 +177,26 @@ class DiscoveryMemory:
                 self._warned = True
                 _log.warning("the registry %s is not saved: %s", self.file.path, exc)
             return False
+        self._forgotten -= forgotten
+        self._fresh = {name: answer for name, answer in self._fresh.items() if fresh.get(name) is not answer}
         return True
+
+    def _merged(self, old: RegistryDocument | None) -> dict[str, tuple[Remembered, ...]]:
+        """Remembered answers: those of the file, which other processes may have written, and what changed here."""
+        stored: Mapping[str, tuple[Remembered, ...]] = old.remembered if old else {}
+        merged = {name: kept for name, kept in stored.items() if name not in self._forgotten}
+        for name, answer in self._fresh.items():
+            merged[name] = _with(answer, merged.get(name, ()))
+        return merged
+
+
+def _with(answer: Remembered, others: Iterable[Remembered]) -> tuple[Remembered, ...]:
+    return (answer, *(each for each in others if each.signature != answer.signature))[:MAX_ANSWERS]
+
+
+def _is_of(key: str, backends: Iterable[str]) -> bool:
+    """Whether a verification key names a device of one of these backends."""
+    return any(f" {backend}/" in key for backend in backends)
 
 
 def _of_devices(keys: Iterable[str], devices: Iterable[GPUDevice]) -> tuple[str, ...]:

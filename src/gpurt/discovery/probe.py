@@ -19,15 +19,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final, cast
 
-from pydantic import ValidationError
-
 from gpurt.discovery.offload import off_loop
-from gpurt.discovery.probe_child import ENV_DEADLINE, ENV_PATH, ENV_TOKEN, ENV_VERIFIED
+from gpurt.discovery.probe_child import ENV_PATH, ENV_TOKEN
 from gpurt.discovery.wire import (
     MAX_ANSWER_BYTES,
     STDERR_TAIL_BYTES,
     Failure,
-    ProbeLine,
     ProbeOutcome,
     Transcript,
 )
@@ -39,6 +36,11 @@ DRAIN_S: Final = 0.25
 """How long after the child's exit its answer may still be in the pipe. A grandchild may hold the pipe for ever."""
 REAP_S: Final = 0.5
 """How long to wait for a killed child. One in uninterruptible sleep (state D) does not die until its driver lets go."""
+
+
+def has_child_processes(platform: str) -> bool:
+    """Whether a probe can be a child: not on iOS, nor where ``sys.executable`` is not an interpreter."""
+    return platform != "ios" and bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 def probe_command(name: str) -> tuple[str, ...]:
@@ -65,19 +67,49 @@ class ChildProber:
         self._clock = clock
         self._kill = kill or kill_tree
         self._alive: dict[str, int] = {}
+        self._prepared: dict[str, _Conversation] = {}
+
+    async def prepare(self, name: str, environ: Mapping[str, str]) -> None:
+        """Start the process of the next probe of ``name`` with this environment now.
+
+        It looks at NVML and waits to be asked before it opens anything. It ends with the probe, with this process,
+        or by :meth:`discard`; whatever it does meanwhile is the probe's answer.
+
+        Raises:
+            OSError, NotImplementedError: the process cannot be started; the probe will say so, too.
+        """
+        if name not in self._prepared:
+            self._prepared[name] = await self._start(name, environ)
+
+    async def discard(self) -> None:
+        """Kill the processes that were prepared and never asked."""
+        while self._prepared:
+            await self._end(*self._prepared.popitem())
 
     async def probe(
-        self, name: str, *, deadline: float, environ: Mapping[str, str], verified: Set[str] = frozenset()
+        self,
+        name: str,
+        *,
+        deadline: float,
+        environ: Mapping[str, str],
+        verified: Set[str] = frozenset(),
+        known: Set[str] = frozenset(),
     ) -> ProbeOutcome:
         """Probe one backend. Returns within ``deadline`` + 1 s, and never raises for what happens in the child.
 
-        Cancellation kills the child. ``environ`` is the child's whole environment.
+        Cancellation kills the child.
+
+        Args:
+            environ: the child's whole environment.
+            verified: keys of devices that need no verification.
+            known: signatures under which the answer is known.
         """
         started = self._clock()
-        transcript = await self._converse(name, deadline, environ, verified)
+        request = {"deadline": deadline, "verified": sorted(verified), "known": sorted(known)}
+        transcript = await self._converse(name, deadline, environ, json.dumps(request).encode())
         return transcript.outcome((self._clock() - started) * 1000)
 
-    async def _converse(self, name: str, deadline: float, environ: Mapping[str, str], verified: Set[str]) -> Transcript:
+    async def _converse(self, name: str, deadline: float, environ: Mapping[str, str], request: bytes) -> Transcript:
         stuck = self._alive.get(name)
         if stuck is not None:
             if await off_loop("process", lambda: _is_alive(stuck)):
@@ -88,37 +120,51 @@ class ChildProber:
                 transcript.fail(Failure(ReasonCode.TIMEOUT, text))
                 return transcript
             del self._alive[name]
-        token = secrets.token_hex(8)
-        talk = _Conversation(token)
-        loop = asyncio.get_running_loop()
+        talk = self._prepared.pop(name, None)
+        if talk is not None and talk.environ != environ:
+            await self._end(name, talk)
+            talk = None
+        if talk is None:
+            try:
+                talk = await self._start(name, environ)
+            except (OSError, NotImplementedError) as exc:
+                # Windows: only the proactor loop has child processes.
+                transcript = Transcript()
+                transcript.fail(Failure(ReasonCode.ERROR, f"the probe process could not be started: {exc}"))
+                return transcript
         try:
-            transport, _ = await loop.subprocess_exec(
-                lambda: talk,
-                *self._command(name),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=_child_environment(environ, token, deadline, verified),
-                start_new_session=True,
-            )
-        except (OSError, NotImplementedError) as exc:
-            # Windows: only the proactor loop has child processes.
-            talk.transcript.fail(Failure(ReasonCode.ERROR, f"the probe process could not be started: {exc}"))
-            return talk.transcript
-        pid = transport.get_pid()
-        try:
+            talk.ask(request)
             await self._listen(talk, deadline)
         finally:
-            self._kill(pid)
-            await asyncio.wait({talk.exited}, timeout=REAP_S)
-            if not talk.exited.done():
-                self._alive[name] = pid
-            transport.close()
+            await self._end(name, talk)
         return talk.transcript
+
+    async def _start(self, name: str, environ: Mapping[str, str]) -> _Conversation:
+        talk = _Conversation(secrets.token_hex(8), environ)
+        await asyncio.get_running_loop().subprocess_exec(
+            lambda: talk,
+            *self._command(name),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_child_environment(environ, talk.token),
+            start_new_session=True,
+        )
+        return talk
+
+    async def _end(self, name: str, talk: _Conversation) -> None:
+        pid = talk.transport.get_pid()
+        self._kill(pid)
+        await asyncio.wait({talk.exited}, timeout=REAP_S)
+        if not talk.exited.done():
+            self._alive[name] = pid
+        talk.transport.close()
 
     async def _listen(self, talk: _Conversation, deadline: float) -> None:
         """Until the answer is complete, cannot become so, or is late."""
         await asyncio.wait({talk.answered, talk.exited}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+        if talk.transcript.unchanged:
+            return  # there is nothing open that it would have to close
         if talk.answered.done() and not talk.broken:
             await asyncio.wait({talk.exited}, timeout=CLOSE_GRACE_S)
         elif talk.exited.done():
@@ -137,8 +183,12 @@ class ChildProber:
 class _Conversation(asyncio.SubprocessProtocol):
     """Collects what a child says, in bounded memory."""
 
-    def __init__(self, token: str) -> None:
+    transport: asyncio.SubprocessTransport
+
+    def __init__(self, token: str, environ: Mapping[str, str]) -> None:
         loop = asyncio.get_running_loop()
+        self.token = token
+        self.environ = dict(environ)
         self.transcript = Transcript()
         self.answered: asyncio.Future[None] = loop.create_future()
         """The transcript is complete."""
@@ -153,11 +203,10 @@ class _Conversation(asyncio.SubprocessProtocol):
         self._received = 0
         self._stderr = bytearray()
         self._open_pipes = {1, 2}
-        self._transport: asyncio.SubprocessTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport is one by its methods only, so isinstance would say no.
-        self._transport = cast("asyncio.SubprocessTransport", transport)
+        self.transport = cast("asyncio.SubprocessTransport", transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -172,9 +221,15 @@ class _Conversation(asyncio.SubprocessProtocol):
             self.silent.set_result(None)
 
     def process_exited(self) -> None:
-        code = self._transport.get_returncode() if self._transport else None
+        code = self.transport.get_returncode()
         if not self.exited.done():
             self.exited.set_result(-1 if code is None else code)
+
+    def ask(self, request: bytes) -> None:
+        """Send the request. A child that does not read it has ended, or will be late."""
+        pipe = cast("asyncio.WriteTransport | None", self.transport.get_pipe_transport(0))
+        if pipe is not None:
+            pipe.write(request + b"\n")
 
     def last_words(self) -> str:
         """``": <last line on stderr>"``, or nothing."""
@@ -183,6 +238,10 @@ class _Conversation(asyncio.SubprocessProtocol):
         return f": {last[:300]}" if last else ""
 
     def _hear(self, data: bytes) -> None:
+        from pydantic import ValidationError
+
+        from gpurt.discovery.line import ProbeLine
+
         self._received += len(data)
         if self._received > MAX_ANSWER_BYTES:
             self._end(f"the probe answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
@@ -209,12 +268,12 @@ class _Conversation(asyncio.SubprocessProtocol):
             self.answered.set_result(None)
 
 
-def _child_environment(environ: Mapping[str, str], token: str, deadline: float, verified: Set[str]) -> dict[str, str]:
+def _child_environment(environ: Mapping[str, str], token: str) -> dict[str, str]:
     env = dict(environ)
     env[ENV_TOKEN] = token
-    env[ENV_DEADLINE] = str(deadline)
+    # pydantic would read the metadata of every installed package to look for plug-ins of its own.
+    env.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     env[ENV_PATH] = json.dumps([entry for entry in sys.path if entry])
-    env[ENV_VERIFIED] = json.dumps(sorted(verified))
     # gpurt itself must be found before ENV_PATH can be read. An installed one is; a source tree may not be.
     root = str(Path(__file__).parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -18,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from gpurt.discovery.remembered import Remembered
 from gpurt.discovery.result import SCHEMA_VERSION, DiscoveryStatus, utc_now
 from gpurt.errors import GPUError
 from gpurt.types import BackendReport, GPUDevice
@@ -59,8 +60,16 @@ class RegistryDocument(BaseModel):
     reports: tuple[BackendReport, ...] = ()
     verified: tuple[str, ...] = ()
     """Keys of passed verifications (:func:`gpurt.discovery.verify.verification_key`)."""
+    remembered: Mapping[str, tuple[Remembered, ...]] = Field(default_factory=dict)
+    """Verified answers by backend, the newest first. An entry that does not validate is as if it were not there: it
+    saves time and nothing else, so it must not cost the rest of the file."""
     attempts: Mapping[str, Attempts] = Field(default_factory=dict)
     """Backends that could not be used, by name."""
+
+    @field_validator("remembered", mode="before")
+    @classmethod
+    def _readable(cls, value: Any) -> dict[str, tuple[Remembered, ...]]:
+        return {name: _readable(entries) for name, entries in _items(value) if isinstance(name, str)}
 
 
 class RegistryTooNew(GPUError):
@@ -69,6 +78,20 @@ class RegistryTooNew(GPUError):
 
 class _Corrupt(Exception):
     pass
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(cast("dict[Any, Any]", value).items()) if isinstance(value, dict) else []
+
+
+def _readable(entries: Any) -> tuple[Remembered, ...]:
+    found: list[Remembered] = []
+    for entry in cast("list[Any]", entries) if isinstance(entries, list | tuple) else ():
+        try:
+            found.append(Remembered.model_validate(entry))
+        except ValidationError as exc:
+            _log.info("a remembered answer is ignored: %s", exc.errors()[0]["msg"])
+    return tuple(found)
 
 
 def default_registry_path() -> Path:

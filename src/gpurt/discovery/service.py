@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from enum import IntEnum
 from types import TracebackType
 from typing import Final, Self
 
@@ -32,6 +33,17 @@ FIRST_PROBE_TIMEOUT_S: Final = 30.0
 MINOR_EVENTS_S: Final = 10.0
 """Changes of free memory are said at most this often; everything else at once."""
 SHUTDOWN_WAIT_S: Final = 0.9
+
+
+class Care(IntEnum):
+    """How thorough a look-up is."""
+
+    POLL = 0
+    """Leave backends alone whose back-off time has not passed."""
+    ASK = 1
+    """Ask every backend; believe what was verified before."""
+    VERIFY = 2
+    """Believe nothing."""
 
 
 class GPUDiscoveryService:
@@ -103,11 +115,15 @@ class GPUDiscoveryService:
         self._memory_told_at: float | None = None
         self._probed_at: float | None = None
 
-    async def discover_all_devices(self, refresh: bool = True) -> DiscoveryResult:
+    async def discover_all_devices(self, refresh: bool = True, *, verify: bool = False) -> DiscoveryResult:
         """Look up all devices now; callers at the same time share one look-up.
+
+        Devices that passed verification before are not opened again while nothing that they rest on has changed
+        (:mod:`gpurt.discovery.signature`): their health and memory are NVML's and the system's of now.
 
         Args:
             refresh: False gives the last result of this service if there is one.
+            verify: forget what was verified before, open every driver and read back from every device.
 
         Ends within the probe timeout plus one second. Backends that fail are in ``reports``, not raised.
         Cancelling the last caller kills the probes.
@@ -116,9 +132,10 @@ class GPUDiscoveryService:
             BackendClosed: ``shutdown`` was called meanwhile.
             GPUError: an environment variable has a value that is not allowed.
         """
-        if not refresh and self._last is not None:
+        if not refresh and not verify and self._last is not None:
             return self._aged(self._last)
-        return await self._flight.run(lambda: self._discover(patient=False), thorough=True)
+        care = Care.VERIFY if verify else Care.ASK
+        return await self._flight.run(lambda: self._discover(care), thorough=care)
 
     async def cached(self) -> DiscoveryResult | None:
         """What is known without looking: the last result, else the registry's, marked ``stale``; or None."""
@@ -192,17 +209,17 @@ class GPUDiscoveryService:
         await self.shutdown()
 
     async def _poll(self) -> DiscoveryResult:
-        return await self._flight.run(lambda: self._discover(patient=True), thorough=False)
+        return await self._flight.run(lambda: self._discover(Care.POLL), thorough=Care.POLL)
 
-    async def _discover(self, *, patient: bool) -> DiscoveryResult:
-        """One look-up. ``patient``: leave backends alone whose back-off time has not passed."""
+    async def _discover(self, care: Care) -> DiscoveryResult:
+        patient = care is Care.POLL
         try:
             await self._memory.load()
             if self._given is not None:
                 deadline = self._probe_timeout or PROBE_TIMEOUT_S
                 answers = {self._given.name: await self._given.ask(deadline, self._env(), patient=patient)}
             else:
-                answers = await self._ask_all(patient)
+                answers = await self._ask_all(care)
         finally:
             self._probed_at = self._clock()
         before = self._told or self._memory.remembered
@@ -218,23 +235,26 @@ class GPUDiscoveryService:
         result = carry_over(before, result)
         changed = self._tell(before, result)
         persisted = self._last.persisted if self._last else False
-        if changed or not patient or not persisted:
+        if changed or not patient or not persisted or self._memory.unsaved:
             # Nobody who waits for the devices should be told late because a disk is slow: events are out already.
             persisted = await self._memory.store(result)
         self._last, self._last_at = result.model_copy(update={"persisted": persisted}), self._clock()
         return self._last
 
-    async def _ask_all(self, patient: bool) -> dict[str, BackendAnswer]:
+    async def _ask_all(self, care: Care) -> dict[str, BackendAnswer]:
         """Answers by backend, the preferred one first."""
         memory = self._memory
         names = self._backends or await backend_names(self._platform, self._env())
+        if care is Care.VERIFY:
+            await memory.doubt(names)
+        patient = care is Care.POLL
         waiting = {
             name: memory.answers[name]
             for name in names
             if patient and name in memory.answers and not memory.backoff.is_due(name)
         }
         deadlines = {name: self._deadline(name) for name in names if name not in waiting}
-        asked = await self._survey.ask(deadlines, self._env(), frozenset(memory.verified))
+        asked = await self._survey.ask(deadlines, self._env(), frozenset(memory.verified), memory.known)
         memory.learn(asked)
         return {name: waiting.get(name) or asked[name] for name in names}
 

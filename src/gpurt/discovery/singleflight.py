@@ -21,8 +21,8 @@ class SingleFlight(Generic[T]):
     def __init__(self) -> None:
         self._flight: _Flight[T] | None = None
 
-    async def run(self, start: Callable[[], Coroutine[Any, Any, T]], *, thorough: bool = True) -> T:
-        """The result of the run in flight, or of a new one. A thorough caller does not share one that is not.
+    async def run(self, start: Callable[[], Coroutine[Any, Any, T]], *, thorough: int = 1) -> T:
+        """The result of the run in flight, or of a new one. A caller does not share one that is less thorough.
 
         Raises:
             BackendClosed: ``stop`` was called meanwhile.
@@ -31,7 +31,7 @@ class SingleFlight(Generic[T]):
             flight = self._flight
             if flight is None or flight.over:
                 flight = self._flight = _Flight(asyncio.ensure_future(start()), thorough)
-            if (flight.thorough or not thorough) and not flight.abandoned:
+            if flight.thorough >= thorough and not flight.abandoned:
                 return await self._join(flight)
             await asyncio.wait({flight.task})
 
@@ -57,7 +57,7 @@ class SingleFlight(Generic[T]):
 
 
 class _Flight(Generic[T]):
-    def __init__(self, task: asyncio.Future[T], thorough: bool) -> None:
+    def __init__(self, task: asyncio.Future[T], thorough: int) -> None:
         self.task = task
         self.thorough = thorough
         self.waiters = 0

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
 from gpurt.discovery.gate import PCI_VENDORS, gate, has_pci_vendor
-from gpurt.discovery.in_place import InPlaceProber, has_child_processes
+from gpurt.discovery.in_place import InPlaceProber
 from gpurt.discovery.offload import off_loop
+from gpurt.discovery.probe import has_child_processes
+from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
 from gpurt.discovery.wire import Failure, ProbeOutcome
+from gpurt.errors import ReasonCode
 from gpurt.factory import PLATFORM_BACKEND_PRIORITY
 from gpurt.platforms import Platform
 from gpurt.settings import SelectionSettings
@@ -28,7 +33,13 @@ class Prober(Protocol):
     """:class:`gpurt.discovery.probe.ChildProber`, or a stand-in."""
 
     async def probe(
-        self, name: str, *, deadline: float, environ: Mapping[str, str], verified: Set[str] = frozenset()
+        self,
+        name: str,
+        *,
+        deadline: float,
+        environ: Mapping[str, str],
+        verified: Set[str] = frozenset(),
+        known: Set[str] = frozenset(),
     ) -> ProbeOutcome: ...
 
 
@@ -62,13 +73,24 @@ class Survey:
         self._root = root
 
     async def ask(
-        self, deadlines: Mapping[str, float], environ: Mapping[str, str], verified: Set[str]
+        self,
+        deadlines: Mapping[str, float],
+        environ: Mapping[str, str],
+        verified: Set[str],
+        remembered: Mapping[str, Sequence[Remembered]] = MappingProxyType({}),
     ) -> dict[str, BackendAnswer]:
-        """Ask the backends named in ``deadlines`` (seconds) at once; every one of them has an answer."""
+        """Ask the backends named in ``deadlines`` (seconds) at once; every one of them has an answer.
+
+        Args:
+            verified: keys of devices that need no verification.
+            remembered: by backend, answers that still hold if their signature does.
+        """
         refused, registered = await off_loop("gate", lambda: (self._gate(tuple(deadlines)), _registered_names()))
         async with asyncio.TaskGroup() as group:
             asked = {
-                name: group.create_task(self._probe(name, deadline, environ, verified, name in registered))
+                name: group.create_task(
+                    self._probe(name, deadline, environ, verified, remembered.get(name, ()), name in registered)
+                )
                 for name, deadline in deadlines.items()
                 if name not in refused
             }
@@ -82,21 +104,44 @@ class Survey:
         return {name: failure for name, failure in found if failure is not None}
 
     async def _probe(
-        self, name: str, deadline: float, environ: Mapping[str, str], verified: Set[str], registered: bool
+        self,
+        name: str,
+        deadline: float,
+        environ: Mapping[str, str],
+        verified: Set[str],
+        remembered: Sequence[Remembered],
+        registered: bool,
     ) -> BackendAnswer:
+        known = frozenset(each.signature for each in remembered)
         # The CPU backend has no vendor library that could hang or crash: a process for it would be a waste. What
         # code has registered in this process no other process knows.
         if name == "cpu" or registered or not has_child_processes(self._platform):
-            outcome = await self._in_place.probe(name, deadline=deadline, verified=verified)
+            outcome = await self._in_place.probe(name, deadline=deadline, verified=verified, known=known)
         else:
-            outcome = await self._prober.probe(name, deadline=deadline, environ=environ, verified=verified)
+            outcome = await self._prober.probe(name, deadline=deadline, environ=environ, verified=verified, known=known)
+        unchanged = outcome.unchanged
+        if unchanged:
+            outcome = await _recall(name, outcome, remembered)
         on_bus = None
         if outcome.failure is not None:
             _log.info("backend %s: %s: %s", name, outcome.failure.reason, outcome.failure.message)
             vendor = PCI_VENDORS.get(name)
             if vendor is not None:
                 on_bus = await off_loop("pci", lambda: has_pci_vendor(self._root, vendor))
-        return assemble(name, outcome, environ=environ, platform=self._platform, on_bus=on_bus)
+        answer = assemble(name, outcome, environ=environ, platform=self._platform, on_bus=on_bus)
+        if unchanged:
+            return replace(answer, unchanged=outcome.failure is None)
+        return replace(answer, remember=worth_remembering(name, outcome, answer))
+
+
+async def _recall(name: str, outcome: ProbeOutcome, remembered: Sequence[Remembered]) -> ProbeOutcome:
+    """The outcome of a probe that found nothing changed: what was verified then, with the figures of now."""
+    devices = next((each.devices for each in remembered if each.signature == outcome.signature), ())
+    fresh = await off_loop("recall", lambda: refreshed(name, devices, outcome.sighted)) if devices else None
+    if fresh is None:
+        failure = Failure(ReasonCode.ERROR, "the probe found nothing changed, but nothing is known of before")
+        return replace(outcome, unchanged=False, failure=failure)
+    return replace(outcome, unchanged=False, verified=fresh)
 
 
 def _registered_names() -> frozenset[str]:

@@ -56,7 +56,8 @@ class Transcript:
         self._sighting_failure: Failure | None = None
         self._opened: tuple[GPUDevice, ...] = ()
         self._verified: tuple[GPUDevice, ...] | None = None
-        self._unchanged = False
+        self.unchanged = False
+        """The probe ended without opening the driver."""
         self._signature: str | None = None
         self._failure: Failure | None = None
         self.doing = "starting"
@@ -65,7 +66,7 @@ class Transcript:
     @property
     def complete(self) -> bool:
         """The probe said everything it will say."""
-        return self._verified is not None or self._unchanged or self._failure is not None
+        return self._verified is not None or self.unchanged or self._failure is not None
 
     def add(self, line: ProbeLine) -> None:
         failure = Failure(line.reason, line.message, line.hint) if line.reason is not None else None
@@ -80,7 +81,7 @@ class Transcript:
             case "verified":
                 self._verified = line.devices
             case "unchanged":
-                self._unchanged = True
+                self.unchanged = True
             case "failed":
                 self.fail(failure or Failure(ReasonCode.ERROR, line.message, line.hint))
 
@@ -96,7 +97,7 @@ class Transcript:
             sighting_failure=self._sighting_failure,
             opened=self._opened,
             verified=self._verified,
-            unchanged=self._unchanged,
+            unchanged=self.unchanged,
             failure=self._failure,
             elapsed_ms=round(elapsed_ms, 1),
             signature=self._signature,

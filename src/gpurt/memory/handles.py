@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 class Allocation:
     """A live allocation: the handle that users hold, the driver's token, and what happens to it."""
 
-    __slots__ = ("_views", "chain", "handle", "index", "token")
+    __slots__ = ("_views", "block_bytes", "chain", "handle", "index", "token")
 
-    def __init__(self, handle: MemoryHandle, index: int, token: Any) -> None:
+    def __init__(self, handle: MemoryHandle, index: int, token: Any, block_bytes: int) -> None:
         self.handle = handle
         self.index = index
         self.token = token
+        self.block_bytes = block_bytes
+        """What the library gave; at least ``handle.size_bytes``."""
         self.chain = Chain()
         self._views: list[DeviceView] = []
 
@@ -57,10 +59,10 @@ class HandleTable:
     def __iter__(self) -> Iterator[Allocation]:
         return iter(list(self._live.values()))
 
-    def add(self, device_id: str, index: int, size_bytes: int, token: Any) -> Allocation:
+    def add(self, device_id: str, index: int, size_bytes: int, token: Any, block_bytes: int) -> MemoryHandle:
         handle = MemoryHandle(next(self._ids), device_id, size_bytes, self.generation)
-        allocation = self._live[handle.handle_id] = Allocation(handle, index, token)
-        return allocation
+        self._live[handle.handle_id] = Allocation(handle, index, token, block_bytes)
+        return handle
 
     def get(self, handle: MemoryHandle) -> Allocation:
         """The live allocation that ``handle`` names.

@@ -1,0 +1,155 @@
+"""One striped copy: what is to be moved, and how far it is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gpurt.backends.cupy_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE
+
+if TYPE_CHECKING:
+    from gpurt.backends.staging_member import Slot
+
+
+def cut(nbytes: int, stripe: int, threads: int) -> deque[tuple[int, int]]:
+    """``(start, size)`` of every stripe, in order.
+
+    The last ones are smaller, so that no thread has a whole stripe to do when the others are through.
+    """
+    fine = max(1, stripe // 4)
+    coarse_end = max(0, nbytes - threads * stripe)
+    stripes: deque[tuple[int, int]] = deque()
+    start = 0
+    while start < nbytes:
+        size = min(stripe if start < coarse_end else fine, nbytes - start)
+        stripes.append((start, size))
+        start += size
+    return stripes
+
+
+class Transfer:
+    """``nbytes`` at ``address`` on device ``index``, in stripes.
+
+    Each stripe passes a staging thread twice: ``begin`` starts it, ``end`` waits for the device. Stripes are taken
+    from :attr:`stripes` (a deque: ``popleft`` is atomic), and every one is settled once.
+    """
+
+    def __init__(self, index: int, address: int, stripes: deque[tuple[int, int]]) -> None:
+        self.index = index
+        self.address = address
+        self.stripes = stripes
+        self.left = len(stripes)
+        """Stripes that are not settled."""
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def begin(self, slot: Slot, start: int, size: int) -> None:
+        raise NotImplementedError
+
+    def end(self, slot: Slot, start: int, size: int) -> None:
+        slot.synchronize(self.index)
+
+    def settle(self, stripes: int = 1) -> None:
+        with self._lock:
+            self.left -= stripes
+            done = stripes > 0 and self.left == 0
+        if done:
+            self._done.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error and give up what has not begun."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self.settle(len(self._withdraw()))
+
+    def finish_with(self, plain: Callable[[int, int], None]) -> None:
+        """Do with ``plain(start, size)`` what has not begun."""
+        withdrawn = self._withdraw()
+        try:
+            for start, size in withdrawn:
+                plain(start, size)
+        except BaseException as exc:
+            self.fail(exc)
+        self.settle(len(withdrawn))
+
+    def wait(self, timeout: float) -> bool:
+        """Until every stripe is settled; False after ``timeout`` seconds."""
+        return self._done.acquire(timeout=timeout)
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or frame and traceback keep each other, and the caller's buffer
+
+    def _withdraw(self) -> list[tuple[int, int]]:
+        withdrawn: list[tuple[int, int]] = []
+        while True:
+            try:
+                withdrawn.append(self.stripes.popleft())
+            except IndexError:
+                return withdrawn
+
+
+class Upload(Transfer):
+    """From host memory at ``host``."""
+
+    def __init__(self, index: int, address: int, host: int, stripes: deque[tuple[int, int]]) -> None:
+        super().__init__(index, address, stripes)
+        self._host = host
+
+    def begin(self, slot: Slot, start: int, size: int) -> None:
+        ctypes.memmove(slot.address, self._host + start, size)
+        slot.copy(self.index, self.address + start, slot.address, size, HOST_TO_DEVICE)
+
+
+class Download(Transfer):
+    """To host memory at ``host``."""
+
+    def __init__(self, index: int, address: int, host: int, stripes: deque[tuple[int, int]]) -> None:
+        super().__init__(index, address, stripes)
+        self._host = host
+
+    def begin(self, slot: Slot, start: int, size: int) -> None:
+        slot.copy(self.index, slot.address, self.address + start, size, DEVICE_TO_HOST)
+
+    def end(self, slot: Slot, start: int, size: int) -> None:
+        slot.synchronize(self.index)
+        ctypes.memmove(self._host + start, slot.address, size)
+
+
+class FileLoad(Transfer):
+    """From the open file ``fd``, beginning at ``file_offset``."""
+
+    def __init__(self, index: int, address: int, fd: int, file_offset: int, stripes: deque[tuple[int, int]]) -> None:
+        super().__init__(index, address, stripes)
+        self._fd = fd
+        self._file_offset = file_offset
+
+    def begin(self, slot: Slot, start: int, size: int) -> None:
+        read_fully(self._fd, slot.view[:size], self._file_offset + start)
+        slot.copy(self.index, self.address + start, slot.address, size, HOST_TO_DEVICE)
+
+
+def read_fully(fd: int, target: memoryview, offset: int) -> None:
+    """Fill ``target`` from the file at ``offset``, without the GIL and without moving the file's position.
+
+    Raises:
+        EOFError: the file ends before that.
+        OSError: it cannot be read.
+    """
+    done = 0
+    while done < len(target):
+        got = os.preadv(fd, [target[done:]], offset + done)
+        if not got:
+            raise EOFError(f"the file ends at byte {offset + done:,}, {len(target) - done:,} bytes short of the range")
+        done += got

@@ -1,0 +1,46 @@
+"""The index of a sharded checkpoint: ``model.safetensors.index.json`` says which file holds which tensor."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, cast
+
+from gpurt.weights.document import check_name, parse_object
+from gpurt.weights.errors import WeightsError, shown
+
+
+def parse_index(document: bytes, path: str) -> dict[str, str]:
+    """Tensor name → file name relative to the index, from the JSON text of an index. Pure.
+
+    Shards stay inside the folder of the index: names that are absolute, have a drive or a ``..`` are refused.
+    Symbolic links are the owner's business, and download caches are made of them.
+
+    Raises:
+        WeightsError: not an index, or a shard's name is refused.
+    """
+    weight_map: Any = parse_object(document, path, "index").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise WeightsError("the index has no object weight_map", path=path, hint="is it a checkpoint's index file?")
+    shards = cast("dict[str, Any]", weight_map)
+    for name, shard in shards.items():
+        check_name(name, path, "index")
+        if not isinstance(shard, str) or not _inside(shard):
+            raise WeightsError(
+                f"its file {shown(shard)} is not a file name inside the folder of the index", path=path, tensor=name
+            )
+    return shards
+
+
+def _inside(shard: str) -> bool:
+    """Judged by the rules of every system, so that a checkpoint is as safe on one as on the other."""
+    posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
+    return (
+        bool(posix.parts)
+        and "\0" not in shard
+        and shard.isprintable()
+        and not posix.is_absolute()
+        and not windows.drive
+        and not windows.root
+        and ".." not in posix.parts
+        and ".." not in windows.parts
+    )

@@ -1,0 +1,202 @@
+"""The files of one load: opened once, read, and watched for changes. Every method blocks; call them on one lane."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from gpurt.weights.document import MAX_DOCUMENT_BYTES
+from gpurt.weights.errors import WeightsError, shown
+from gpurt.weights.header import Header, TensorInfo, read_header
+from gpurt.weights.index import parse_index
+from gpurt.weights.plan import Gather
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """What tells one version of a file from another. A change within one tick of the file system's clock, about
+    4 ms on Linux, that keeps the size goes unseen."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> _Identity:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class Source:
+    """One open file. It stays open until the load is over, so that its inode number cannot be given to another."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if "\0" in str(path):
+            raise WeightsError("no file name has a NUL character", path=str(path))
+        with reading(path):
+            self._file = FileIO(path, "rb", opener=_open_without_waiting)
+        try:
+            with reading(path):
+                status = os.fstat(self._file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise WeightsError("not a regular file", path=str(path))
+                self._identity = _Identity.of(status)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def header(self) -> Header:
+        """Read and check the header."""
+        with reading(self.path):
+            header = read_header(self._file, str(self.path))
+        self.check_unchanged()
+        return header
+
+    def document(self) -> bytes:
+        """The whole file, which is a small one."""
+        if self._identity.size > MAX_DOCUMENT_BYTES:
+            raise WeightsError(
+                f"{self._identity.size:,} bytes are too many for an index; at most {MAX_DOCUMENT_BYTES:,}",
+                path=str(self.path),
+            )
+        with reading(self.path):
+            self._file.seek(0)
+            return self._file.readall()
+
+    def gather(self, gather: Gather) -> bytearray:
+        """The runs of ``gather`` at their places, zeros between them."""
+        result = bytearray(gather.size_bytes)
+        target = memoryview(result)
+        for run in gather.runs:
+            at = run.block_offset - gather.block_offset
+            self._read_into(run.file_offset, target[at : at + run.size_bytes])
+        return result
+
+    def check_unchanged(self) -> None:
+        """Raise WeightsError unless the path still leads to the file as it was when it was opened."""
+        with reading(self.path):
+            now = (_Identity.of(os.fstat(self._file.fileno())), _Identity.of(os.stat(self.path)))
+        for status in now:
+            if status != self._identity:
+                raise WeightsError(
+                    f"the file changed while it was read: {_difference(self._identity, status)}",
+                    path=str(self.path),
+                    hint="write to another name and rename it; then load again",
+                )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_into(self, offset: int, target: memoryview) -> None:
+        done = 0
+        with reading(self.path):
+            self._file.seek(offset)
+            while done < len(target):
+                count = self._file.readinto(target[done:])
+                if not count:
+                    raise WeightsError(f"the file ended at byte {offset + done:,}", path=str(self.path))
+                done += count
+
+
+class Sources:
+    """The file or the index and its shards. Closing is a call of its own, so that it can follow in the same lane
+    whatever became of the calls before it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[Path, Source] = {}
+        self._headers: dict[Path, Header] = {}
+        self._shards: dict[str, Path] | None = None
+
+    def names(self) -> list[str]:
+        """Every tensor that there is. Of a sharded checkpoint only the index is read."""
+        if self.path.suffix.lower() == ".json":
+            index = self._source(self.path)
+            shards = parse_index(index.document(), str(self.path))
+            self._shards = {name: self.path.parent / shard for name, shard in shards.items()}
+            return list(self._shards)
+        return [tensor.name for tensor in self._header(self.path).tensors]
+
+    def tensors(self, names: Sequence[str]) -> list[tuple[Source, list[TensorInfo]]]:
+        """The files that hold ``names``, opened and checked, each with those of them that it holds, in the order
+        of their data. Other shards are not touched: they need not be on this machine."""
+        if self._shards is None:
+            chosen = set(names)
+            tensors = [tensor for tensor in self._header(self.path).tensors if tensor.name in chosen]
+            return [(self._source(self.path), tensors)]
+        by_path: dict[Path, set[str]] = {}
+        for name in names:
+            by_path.setdefault(self._shards[name], set()).add(name)
+        return [(self._source(path), self._of_shard(path, wanted, self._shards)) for path, wanted in by_path.items()]
+
+    def check_unchanged(self) -> None:
+        """Raise WeightsError unless every file is as it was when it was opened."""
+        for source in self._open.values():
+            source.check_unchanged()
+
+    def close(self) -> None:
+        for source in self._open.values():
+            source.close()
+        self._open.clear()
+
+    def _of_shard(self, path: Path, wanted: set[str], shards: Mapping[str, Path]) -> list[TensorInfo]:
+        result: list[TensorInfo] = []
+        for tensor in self._header(path).tensors:
+            listed = shards.get(tensor.name, path)
+            if listed != path:
+                raise WeightsError(
+                    f"it is in this file, and the index {self.path} says that it is in {shown(listed.name)}",
+                    path=str(path),
+                    tensor=tensor.name,
+                    hint="index and files are of different versions; fetch the checkpoint again",
+                )
+            if tensor.name in wanted:
+                result.append(tensor)
+        missing = wanted.difference(tensor.name for tensor in result)
+        if missing:
+            raise WeightsError(
+                f"it is not in this file, and the index {self.path} says that it is",
+                path=str(path),
+                tensor=min(missing),
+                hint="index and files are of different versions; fetch the checkpoint again",
+            )
+        return result
+
+    def _header(self, path: Path) -> Header:
+        if path not in self._headers:
+            self._headers[path] = self._source(path).header()
+        return self._headers[path]
+
+    def _source(self, path: Path) -> Source:
+        if path not in self._open:
+            self._open[path] = Source(path)
+        return self._open[path]
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Failures of the file system as WeightsError."""
+    try:
+        yield
+    except OSError as exc:
+        hint = "is the path right, and is the checkpoint complete?" if isinstance(exc, FileNotFoundError) else None
+        raise WeightsError(f"it cannot be read: {exc.strerror or exc}", path=str(path), hint=hint) from exc
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # A named pipe would hold the lane until somebody writes to it.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _difference(before: _Identity, after: _Identity) -> str:
+    if (before.device, before.inode) != (after.device, after.inode):
+        return "another file has its name"
+    if before.size != after.size:
+        return f"it had {before.size:,} bytes and has {after.size:,}"
+    return "it was written to"
