@@ -164,13 +164,23 @@ class GuardedBackend(GPUBackend):
 
     def _enter_handle(self, handle: MemoryHandle, operation: str) -> tuple[Dispatcher, Allocation]:
         dispatch = self._enter()
-        with self._checking(None, operation):
+        try:
             allocation = self._handles.get(handle)
+        except GPUError as exc:
+            self._tell(exc, None, operation)
+            raise
         dispatch.check(allocation.index, handle.device_id)
         return dispatch, allocation
 
-    def _checking(self, index: int | None, operation: str) -> _Checking:
-        return _Checking(self.name, None if index is None else self._devices[index].device_id, operation)
+    def _tell(self, exc: GPUError, index: int | None, operation: str) -> GPUError:
+        """Add backend, device and operation to an error that was raised without knowing them."""
+        if exc.backend is None:
+            exc.backend = self.name
+        if exc.device_id is None and index is not None:
+            exc.device_id = self._devices[index].device_id
+        if exc.operation is None:
+            exc.operation = operation
+        return exc
 
     # The way out
 
@@ -205,13 +215,10 @@ class GuardedBackend(GPUBackend):
     async def _translate(
         self, exc: Exception, index: int, operation: str, failure: type[GPUError], requested: int | None
     ) -> GPUError:
+        if isinstance(exc, GPUError):
+            return self._tell(exc, index, operation)
         device_id = self._devices[index].device_id
         context: dict[str, Any] = {"backend": self.name, "device_id": device_id, "operation": operation}
-        if isinstance(exc, GPUError):
-            for name, value in context.items():
-                if getattr(exc, name) is None:
-                    setattr(exc, name, value)
-            return exc
         kind = self.driver.classify(exc) or failure
         if issubclass(kind, OutOfMemory):
             context |= await self._memory_numbers(device_id, requested or 0)
@@ -226,22 +233,6 @@ class GuardedBackend(GPUBackend):
             info = await self.get_device_memory_info(device_id)
             numbers |= {"free_bytes": info.available_bytes, "total_bytes": info.total_bytes}
         return numbers
-
-
-class _Checking:
-    """Adds backend, device and operation to an error that a check raised without knowing them."""
-
-    def __init__(self, backend: str, device_id: str | None, operation: str) -> None:
-        self._context = {"backend": backend, "device_id": device_id, "operation": operation}
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        if isinstance(exc, GPUError):
-            for name, value in self._context.items():
-                if getattr(exc, name) is None:
-                    setattr(exc, name, value)
 
 
 def _log_background_error(exc: BaseException) -> None:

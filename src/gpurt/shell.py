@@ -51,36 +51,39 @@ class DriverBackend(DriverLifecycle):
 
     async def allocate(self, device_id: str, size_bytes: int) -> MemoryHandle:
         dispatch, index = self._enter_device(device_id)
-        operation = f"allocate({size_bytes!r} B)"
-        with self._checking(index, operation):
+        allocator, ledger = self._allocator, self.ledger
+        try:
             nbytes = whole_number(size_bytes, "size_bytes")
             if not 0 < nbytes <= sys.maxsize:
                 raise OutOfRange(f"size_bytes must be positive and at most {sys.maxsize:,}")
             largest = self.driver.capabilities.max_allocation_bytes
             if largest is not None and nbytes > largest:
                 raise OutOfRange(f"the largest single allocation of this library is {largest:,} bytes")
-            self.ledger.reserve(device_id, nbytes)
-        ledger, allocator = self.ledger, self._allocator
+            ledger.reserve(device_id, nbytes)
+        except GPUError as exc:
+            self._tell(exc, index, f"allocate({size_bytes!r} B)")
+            raise
         block_bytes = allocator.block_bytes(index, nbytes)
         token = allocator.take(index, block_bytes)
         if token is None:
 
-            def undo(token: Any) -> None:
+            def undo(made: Any) -> None:
                 try:
-                    if token is not NOTHING:
-                        allocator.release(index, block_bytes, token)
+                    if made is not NOTHING:
+                        allocator.release(index, made[1], made[0])
                 finally:
                     ledger.cancel(device_id, nbytes)
 
-            job = dispatch.submit(index, "memory", lambda _: allocator.make(index, block_bytes), undo=undo)
-            token = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
+            classed = block_bytes
+            job = dispatch.submit(index, "memory", lambda _: allocator.make(index, nbytes, classed), undo=undo)
+            operation = f"allocate({nbytes} B)"
+            token, block_bytes = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
         ledger.commit(device_id, nbytes)
         return self._handles.add(device_id, index, nbytes, token, block_bytes)
 
     async def deallocate(self, handle: MemoryHandle) -> None:
         dispatch = self._enter()
-        operation = "deallocate"
-        with self._checking(None, operation):
+        try:
             allocation = self._handles.get(handle)
             if allocation.open_views:
                 raise HandleInUse(
@@ -88,6 +91,9 @@ class DriverBackend(DriverLifecycle):
                     device_id=handle.device_id,
                     hint="close them and delete arrays made from them",
                 )
+        except GPUError as exc:
+            self._tell(exc, None, "deallocate")
+            raise
         index = allocation.index
         if dispatch.lost(index) or (  # its memory went with it; only the books are left
             allocation.chain.idle and self._allocator.keep(index, allocation.block_bytes, allocation.token)
@@ -101,16 +107,19 @@ class DriverBackend(DriverLifecycle):
             return
         # A lost or hung device takes its memory with it, or gives it back later: either way the handle is gone.
         with contextlib.suppress(DeviceLost):
-            await self._outcome(job, index, operation, failure=GPUError, droppable=False)
+            await self._outcome(job, index, "deallocate", failure=GPUError, droppable=False)
 
     # Copies
 
     async def copy_to_device(self, src: Buffer, dst_handle: MemoryHandle, offset_bytes: int = 0) -> None:
         dispatch, allocation = self._enter_handle(dst_handle, "copy_to_device")
         index, driver, token = allocation.index, self.driver, allocation.token
-        with self._checking(index, "copy_to_device"):
+        try:
             view = byte_view(src)
             offset, size = check_range(allocation, offset_bytes, view.nbytes, driver.capabilities.alignment_bytes)
+        except GPUError as exc:
+            self._tell(exc, index, "copy_to_device")
+            raise
         if not size:
             return
         step = self._chunk()
@@ -138,10 +147,13 @@ class DriverBackend(DriverLifecycle):
     ) -> bytes:
         dispatch, allocation = self._enter_handle(src_handle, "copy_from_device")
         index = allocation.index
-        with self._checking(index, "copy_from_device"):
+        try:
             if size_bytes is None:
                 size_bytes = src_handle.size_bytes - whole_number(offset_bytes, "offset_bytes")
             offset, size = check_range(allocation, offset_bytes, size_bytes, self.driver.capabilities.alignment_bytes)
+        except GPUError as exc:
+            self._tell(exc, index, "copy_from_device")
+            raise
         if not size:
             return b""
 
@@ -154,9 +166,12 @@ class DriverBackend(DriverLifecycle):
     async def copy_into(self, src_handle: MemoryHandle, dst: Buffer, offset_bytes: int = 0) -> int:
         dispatch, allocation = self._enter_handle(src_handle, "copy_into")
         index = allocation.index
-        with self._checking(index, "copy_into"):
+        try:
             view = byte_view(dst, writable=True)
             offset, size = check_range(allocation, offset_bytes, view.nbytes, self.driver.capabilities.alignment_bytes)
+        except GPUError as exc:
+            self._tell(exc, index, "copy_into")
+            raise
         if not size:
             return 0
 
@@ -190,12 +205,18 @@ class DriverBackend(DriverLifecycle):
         dispatch, src = self._enter_handle(src_handle, "copy_device_to_device")
         _, dst = self._enter_handle(dst_handle, "copy_device_to_device")
         alignment = self.driver.capabilities.alignment_bytes
-        with self._checking(src.index, "copy_device_to_device"):
+        try:
             src_offset, size = check_range(src, src_offset_bytes, size_bytes, alignment)
-        with self._checking(dst.index, "copy_device_to_device"):
+        except GPUError as exc:
+            self._tell(exc, src.index, "copy_device_to_device")
+            raise
+        try:
             dst_offset, size = check_range(dst, dst_offset_bytes, size_bytes, alignment)
             if src is dst and abs(src_offset - dst_offset) < size:
                 raise OutOfRange(f"{size:,} bytes at {src_offset:,} and at {dst_offset:,} overlap")
+        except GPUError as exc:
+            self._tell(exc, dst.index, "copy_device_to_device")
+            raise
         if not size:
             return
 

@@ -21,10 +21,17 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(
     ("nbytes", "block"),
-    [(1, 512), (512, 512), (513, 1024), (MIB - 1, MIB), (MIB, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)],
+    [(1, 512), (512, 512), (513, 1024), (4097, 4608), (MIB - 1, MIB), (MIB, MIB), (MIB + 1, MIB + MIB // 8)],
 )
 def test_classes(nbytes: int, block: int) -> None:
     assert size_class(nbytes) == block
+
+
+@given(st.integers(1, 1 << 44))
+def test_a_class_wastes_an_eighth_at_most(nbytes: int) -> None:
+    block = size_class(nbytes)
+    assert nbytes <= block < nbytes + max(512, nbytes / 8 + 1)
+    assert size_class(block) == block
 
 
 def test_a_block_that_could_never_be_kept_is_not_rounded_up() -> None:
@@ -170,11 +177,18 @@ async def test_cached_blocks_make_room_under_a_limit(hold: DriverProbe) -> None:
 async def test_cached_blocks_make_room_in_the_library(backend: DriverBackend, hold: DriverProbe) -> None:
     await backend.deallocate(await backend.allocate(DEVICE, 2 * MIB))
     hold.fail("alloc", MemoryError("full"))  # the next call only
-
     handle = await backend.allocate(DEVICE, 4 * MIB)
     assert hold.live == 1
     assert backend.pool_statistics(DEVICE).cached_count == 0
     await backend.deallocate(handle)
+
+
+async def test_a_block_is_rounded_up_only_where_there_is_room(hold: DriverProbe) -> None:
+    async with DriverBackend(hold.driver, pool_bytes=8 * MIB) as backend:
+        hold.fail("alloc", MemoryError("full"))
+        handle = await backend.allocate(DEVICE, MIB + 1)
+        await backend.deallocate(handle)
+        assert backend.pool_statistics(DEVICE).cached_bytes == MIB + 1
 
 
 async def test_a_cancelled_allocation_that_appears_late_is_kept(backend: DriverBackend, hold: DriverProbe) -> None:

@@ -128,7 +128,7 @@ class _Bench:
 
         ours, ours_bytes, peer, peer_bytes = await self._rates(
             nbytes,
-            lambda: seconds(lambda: self.backend.copy_into(self.handle, np.empty(nbytes, np.uint8))),
+            lambda: seconds(lambda: self.backend.copy_into(self.handle, np.empty(nbytes, np.uint8).data)),
             lambda: seconds(lambda: self.backend.copy_from_device(self.handle, 0, nbytes)),
             self._timed(memcpy),
             self._timed(raw_bytes),
@@ -166,7 +166,7 @@ class _Bench:
             for _ in range(nbytes // LARGEST):
                 await self._inside(file.write, self.raw.pageable.data)
             await self._inside(file.flush)
-            fd, step = file.fileno(), 256 << 20
+            fd, step = file.fileno(), min(LARGEST, 256 << 20)
 
             def load() -> None:
                 for start in range(0, nbytes, step):

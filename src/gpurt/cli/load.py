@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpurt.backend import GPUBackend
     from gpurt.types import GPUDevice
 
-Progress = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _load(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+async def _load(args: argparse.Namespace, progress: Report) -> dict[str, Any]:
     from gpurt.factory import create_backend
     from gpurt.weights import load_safetensors
 
@@ -87,7 +87,7 @@ def _choose(backend: GPUBackend, device_id: str | None) -> GPUDevice:
 
 
 @contextlib.contextmanager
-def _progress(*, shown: bool) -> Generator[Progress]:
+def _progress(*, shown: bool) -> Generator[Report]:
     if not shown:
         yield lambda done, total: None
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpurt.driver import Driver
@@ -48,23 +48,33 @@ class Allocator:
         pool = self._pools[index]
         return block_bytes <= pool.limit_bytes and pool.give(block_bytes, token)
 
-    def make(self, index: int, block_bytes: int) -> Any:
-        """A new block of the library. Pooled blocks make room first under the limit, then for the library."""
-        self._fit_limit(index, block_bytes)
-        try:
-            return self._driver.alloc(index, block_bytes)
-        except Exception as exc:
-            if not self._is_out_of_memory(exc):
-                raise
-            if self.free_pooled(index):
-                try:
-                    return self._driver.alloc(index, block_bytes)
-                except Exception as again:
-                    if not self._is_out_of_memory(again):
-                        raise
-            if not self._driver.trim(index):
-                raise
-        return self._driver.alloc(index, block_bytes)
+    def make(self, index: int, nbytes: int, block_bytes: int) -> tuple[Any, int]:
+        """A new block of the library and its size. Pooled blocks make room first under the limit, then for the
+        library; where even that is not enough, the block is made no larger than it must be.
+        """
+        self._fit_limit(index)
+        short: Exception | None = None
+        for size in self._attempts(index, nbytes, block_bytes):
+            try:
+                return self._driver.alloc(index, size), size
+            except Exception as exc:
+                if not self._is_out_of_memory(exc):
+                    raise
+                short = exc
+        assert short is not None
+        raise short
+
+    def _attempts(self, index: int, nbytes: int, block_bytes: int) -> Iterator[int]:
+        """Sizes to ask for, each after one more way to make room; resumed only when the one before failed."""
+        yield block_bytes
+        if self.free_pooled(index):
+            yield block_bytes
+        if self._driver.trim(index):
+            yield block_bytes
+        alignment = self._driver.capabilities.alignment_bytes
+        exact_bytes = -(-nbytes // alignment) * alignment
+        if exact_bytes < block_bytes:
+            yield exact_bytes
 
     def release(self, index: int, block_bytes: int, token: Any) -> None:
         """Pool a block, or free it."""
@@ -81,7 +91,7 @@ class Allocator:
     def statistics(self, index: int) -> PoolStatistics:
         return self._pools[index].statistics()
 
-    def _fit_limit(self, index: int, block_bytes: int) -> None:
+    def _fit_limit(self, index: int) -> None:
         usage = self._ledger.usage(self._device_ids[index])
         if usage.limit_bytes is not None:
             # The new allocation is among the committed bytes already.

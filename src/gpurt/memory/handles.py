@@ -37,6 +37,8 @@ class Allocation:
     @property
     def open_views(self) -> int:
         """Views, and arrays made from them, that still look into this memory."""
+        if not self._views:
+            return 0
         self._views = [view for view in self._views if view.in_use]
         return len(self._views)
 

@@ -12,16 +12,15 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
-SMALL_CLASS_BYTES: Final = 512
-LARGE_CLASS_BYTES: Final = 2 << 20
-"""Granularity of the classes below and from 1 MiB on. 512 B is the alignment that CUDA's own allocator keeps, 2 MiB
-the size of its pages, so a rounded block costs the device nothing that it would not take anyway."""
-_LARGE_FROM: Final = 1 << 20
+_SMALLEST: Final = 512
+"""The alignment that CUDA's own allocator keeps: smaller blocks would cost the device as much."""
+_CLASSES_PER_DOUBLING: Final = 8
+"""At most one eighth of a block is unused, and sizes that differ by less than that share blocks."""
 
 
 def size_class(nbytes: int) -> int:
-    """The block size that serves ``nbytes``: the next multiple of its class."""
-    step = SMALL_CLASS_BYTES if nbytes < _LARGE_FROM else LARGE_CLASS_BYTES
+    """The block size that serves ``nbytes``: eight classes between two powers of two, 512 B at least."""
+    step = max(_SMALLEST, (1 << (nbytes - 1).bit_length() >> 1) // _CLASSES_PER_DOUBLING)
     return -(-nbytes // step) * step
 
 

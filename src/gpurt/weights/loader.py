@@ -82,12 +82,12 @@ async def load_safetensors(
             lane.stop()
             # Shielded: a cancelled future would be dropped before it ran, and the files left open.
             await asyncio.shield(asyncio.wrap_future(closing))
-    except BaseException:
+    except BaseException as failure:
         _, error = await free_all(backend, load.handles)
         if isinstance(error, GPUError):
             log.error("an allocation of weights was not freed: %s", error)
         elif error is not None:
-            raise error  # cancelled while an error was dealt with: who cancels must see it
+            raise error from failure  # cancelled meanwhile: who cancels must see it
         raise
     return LoadedWeights(backend, load.tensors(), load.handles, [source.path for source, _ in contents])
 
