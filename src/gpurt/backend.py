@@ -15,8 +15,9 @@ Errors are those of :mod:`gpurt.errors`, all of them ``RuntimeError``. Every met
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -27,6 +28,8 @@ from gpurt.types import GPUDevice, MemoryHandle, MemoryInfo
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from gpurt.memory.hostbuffer import HostBuffer
+    from gpurt.memory.scope import MemoryScope
     from gpurt.memory.views import DeviceView
 
 
@@ -181,6 +184,44 @@ class GPUBackend(ABC):
             yield handle
         finally:
             await self.deallocate(handle)
+
+    def memory_scope(self, device_id: str | None = None) -> MemoryScope:
+        """``async with backend.memory_scope() as scope:`` — everything allocated through it is freed at its end."""
+        from gpurt.memory.scope import MemoryScope
+
+        return MemoryScope(self, device_id)
+
+    async def load_file(
+        self,
+        path: str | os.PathLike[str],
+        handle: MemoryHandle,
+        *,
+        file_offset: int = 0,
+        size_bytes: int | None = None,
+        handle_offset: int = 0,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> int:
+        """Stream a range of a file (default: all of it) to ``handle_offset`` of an allocation; returns bytes.
+
+        The file is never held whole in host memory. Cancelled, it returns at once and stops at the next chunk.
+
+        Args:
+            on_progress: called on the event loop with the bytes done so far.
+
+        Raises:
+            OutOfRange: not inside the file or the allocation. TransferFailed: unreadable, shorter than it said, or
+                changed meanwhile. InvalidHandle.
+        """
+        raise Unsupported("this backend cannot load files", backend=self.name, device_id=handle.device_id)
+
+    async def host_buffer(self, device_id: str, size_bytes: int) -> HostBuffer:
+        """Reusable host memory for copies with a device: page-locked where the library can, so that copies reach the
+        link's speed without a detour, and ordinary (``buffer.pinned`` is False) where it cannot. Close it after use.
+
+        Raises:
+            OutOfRange, OutOfMemory: no such size, or the limit on host buffers is reached.
+        """
+        raise Unsupported("this backend has no host buffers", backend=self.name, device_id=device_id)
 
     async def view(self, handle: MemoryHandle, shape: Sequence[int] | None = None, dtype: str = "uint8") -> DeviceView:
         """The allocation as an array without a copy, where the device's memory is visible to the host.

@@ -59,7 +59,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
-        self._loop = loop
+        self.loop = loop
         self._hang_after = hang_after
         self._max_pending = max_pending
         self._on_background_error = on_background_error
@@ -75,8 +75,8 @@ class Dispatcher:
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve another loop; the old one is closed. Calls still under way are settled by their lanes."""
-        if loop is not self._loop:
-            self._loop = loop
+        if loop is not self.loop:
+            self.loop = loop
             self._mailbox = Mailbox(loop)
             self._watch = None
 
@@ -119,7 +119,7 @@ class Dispatcher:
             device_indexes=devices,
             on_orphan_error=self._on_background_error,
         )
-        job.future = self._loop.create_future()
+        job.future = self.loop.create_future()
         self._order.submit(job, queue, chains=chains, after_devices=devices if after_device else ())
         if self._watch is None:
             self._arm(self._hang_after)
@@ -163,7 +163,7 @@ class Dispatcher:
         # anyio cancels again on every turn of the loop unless shielded; asyncio cancels once per request.
         with anyio.CancelScope(shield=True):
             while not job.finished:
-                job.future = self._loop.create_future()
+                job.future = self.loop.create_future()
                 try:
                     await asyncio.wait({job.future})
                 except asyncio.CancelledError:
@@ -232,7 +232,7 @@ class Dispatcher:
                 job.future.set_result(None)
 
     def _arm(self, delay: float) -> None:
-        self._watch = self._loop.call_later(max(delay, _WATCH_FLOOR_S), self._look)
+        self._watch = self.loop.call_later(max(delay, _WATCH_FLOOR_S), self._look)
 
     def _look(self) -> None:
         """The hang clock. Ticks only while something is outstanding."""
@@ -290,7 +290,7 @@ class Dispatcher:
 
     async def drain(self) -> None:
         """Wait until nothing is outstanding."""
-        loop, idle = self._loop, asyncio.Event()
+        loop, idle = self.loop, asyncio.Event()
 
         def wake() -> None:
             # The loop may close before a left-behind call returns; then nobody waits any more.
@@ -308,7 +308,7 @@ class Dispatcher:
             if not attached:
                 continue
             job = Job(lambda _, attached=attached: self._detach(attached), mailbox=self._mailbox)
-            job.future = self._loop.create_future()
+            job.future = self.loop.create_future()
             self._order.submit(job, queue)
             jobs.append(job)
         for job in jobs:

@@ -109,3 +109,20 @@ class Driver(ABC):
     def host_view(self, index: int, mem: Any) -> memoryview:
         """The allocation as a writable ``memoryview`` of unsigned bytes; only with ``host_visible``."""
         raise NotImplementedError
+
+    def load(self, index: int, mem: Any, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
+        """Copy a range of an open file to ``mem[offset:]``; returns bytes, fewer only at the end of the file. Only
+        with ``loads_files``."""
+        raise NotImplementedError
+
+    def host_alloc(self, nbytes: int) -> Any:
+        """Page-locked host memory for copies with any device of this driver. Only with ``pins_memory``."""
+        raise NotImplementedError
+
+    def host_memory(self, block: Any) -> memoryview:
+        """What ``host_alloc`` returned, as a writable ``memoryview`` of unsigned bytes."""
+        raise NotImplementedError
+
+    def host_free(self, block: Any) -> None:
+        """Give page-locked memory back. No copy uses it any more."""
+        raise NotImplementedError

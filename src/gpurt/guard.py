@@ -29,6 +29,7 @@ from gpurt.errors import (
 from gpurt.lane import Job
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
+from gpurt.memory.hostbuffer import HostPool
 from gpurt.memory.ledger import Ledger
 from gpurt.types import DeviceState, GPUDevice, MemoryHandle
 
@@ -46,6 +47,7 @@ class GuardedBackend(GPUBackend):
         hang_after: float = 30.0,
         max_pending: int = 1024,
         pool_bytes: int | None = None,
+        host_buffer_limit: int | None = None,
         on_background_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         if not hang_after > 0:
@@ -55,15 +57,18 @@ class GuardedBackend(GPUBackend):
         limits = memory_limit.values() if isinstance(memory_limit, Mapping) else (memory_limit,)
         if any(limit is not None and limit < 0 for limit in limits):
             raise ValueError(f"memory_limit must not be negative: {memory_limit!r}")
-        if pool_bytes is not None and pool_bytes < 0:
-            raise ValueError(f"pool_bytes must not be negative: {pool_bytes!r}")
+        for what, value in (("pool_bytes", pool_bytes), ("host_buffer_limit", host_buffer_limit)):
+            if value is not None and value < 0:
+                raise ValueError(f"{what} must not be negative: {value!r}")
         self.driver = driver
         self.ledger = Ledger()
         self.state_listeners: list[Callable[[GPUDevice], None]] = []
         """Called on the event loop with a device whose state has changed (unresponsive, lost, back)."""
         self._memory_limit = memory_limit
         self._pool_bytes = pool_bytes
+        self._host_buffer_limit = host_buffer_limit
         self._allocator = Allocator(driver, self.ledger, {}, pool_bytes)
+        self._host_pool = HostPool(driver, host_buffer_limit)
         self._hang_after = hang_after
         self._max_pending = max_pending
         self._on_background_error = on_background_error or _log_background_error
@@ -195,6 +200,7 @@ class GuardedBackend(GPUBackend):
         also_index: int | None = None,
         droppable: bool = True,
         wait_out: bool = False,
+        on_host: bool = False,
     ) -> Any:
         """Await a job; a failure becomes the error of ours that it means, ``failure`` where nothing else fits."""
         dispatch = self._dispatch
@@ -203,7 +209,7 @@ class GuardedBackend(GPUBackend):
             await dispatch.finished(job, droppable=droppable, wait_out=wait_out)
             return job.take()  # here, not in a coroutine below: one cannot raise StopIteration out of it
         except Exception as exc:
-            error = await self._translate(exc, index, operation, failure, requested)
+            error = await self._translate(exc, index, operation, failure, requested, on_host)
             if isinstance(error, DeviceLost) and not isinstance(error, DeviceUnresponsive):
                 dispatch.mark_lost(index, error)
                 if also_index is not None:
@@ -213,7 +219,7 @@ class GuardedBackend(GPUBackend):
             raise error from exc
 
     async def _translate(
-        self, exc: Exception, index: int, operation: str, failure: type[GPUError], requested: int | None
+        self, exc: Exception, index: int, operation: str, failure: type[GPUError], requested: int | None, on_host: bool
     ) -> GPUError:
         if isinstance(exc, GPUError):
             return self._tell(exc, index, operation)
@@ -221,12 +227,13 @@ class GuardedBackend(GPUBackend):
         context: dict[str, Any] = {"backend": self.name, "device_id": device_id, "operation": operation}
         kind = self.driver.classify(exc) or failure
         if issubclass(kind, OutOfMemory):
-            context |= await self._memory_numbers(device_id, requested or 0)
+            # The device's figures would mislead where it is host memory that ran out.
+            context |= {"requested_bytes": requested or 0}
+            context |= {} if on_host else await self._memory_numbers(device_id)
         return kind(str(exc) or type(exc).__name__, **context)
 
-    async def _memory_numbers(self, device_id: str, requested: int) -> dict[str, Any]:
-        pooled = self._allocator.pooled_bytes(self._index[device_id])
-        numbers: dict[str, Any] = {"requested_bytes": requested, "pooled_bytes": pooled}
+    async def _memory_numbers(self, device_id: str) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"pooled_bytes": self._allocator.pooled_bytes(self._index[device_id])}
         numbers["limit_bytes"] = self.ledger.usage(device_id).limit_bytes
         # The numbers are a help; the failure itself is what must get out, so a second one is let go.
         with contextlib.suppress(GPUError):

@@ -20,6 +20,7 @@ from gpurt.guard import GuardedBackend
 from gpurt.lane import NOTHING, Job
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
+from gpurt.memory.hostbuffer import HostPool
 from gpurt.types import GPUDevice
 
 log = logging.getLogger("gpurt.lifecycle")
@@ -96,6 +97,7 @@ class DriverLifecycle(GuardedBackend):
         self._handles = HandleTable()
         limits = {name: limit.get(name) if isinstance(limit, Mapping) else limit for name in self._index}
         self._allocator = Allocator(self.driver, self.ledger, limits, self._pool_bytes)
+        self._host_pool = HostPool(self.driver, self._host_buffer_limit)
         self._open = True
 
     # Closing
@@ -145,6 +147,8 @@ class DriverLifecycle(GuardedBackend):
             for index in present
             if self._allocator.pooled_bytes(index) or leaked
         ]
+        if present and self._host_pool.cached_bytes:
+            jobs.append(dispatch.submit(present[0], "memory", lambda _: self._host_pool.free_all()))
         for job in jobs:
             try:
                 await dispatch.finished(job, droppable=False)

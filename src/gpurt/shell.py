@@ -1,8 +1,8 @@
 """DriverBackend: a whole GPUBackend over any blocking Driver.
 
-Each method here checks its arguments, submits one job and awaits it. What stands around it lives elsewhere: the door,
-opening, closing and error translation in :mod:`gpurt.lifecycle`, threads, cancellation and the hang clock in
-:mod:`gpurt.dispatch`, order in :mod:`gpurt.order`.
+Each method here checks its arguments, submits one job and awaits it. What stands around it lives elsewhere: the door
+and error translation in :mod:`gpurt.guard`, opening and closing in :mod:`gpurt.lifecycle`, copies in
+:mod:`gpurt.copies`, threads, cancellation and the hang clock in :mod:`gpurt.dispatch`, order in :mod:`gpurt.order`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
-from gpurt.backend import byte_view
-from gpurt.dispatch import QueueName
+from gpurt.copies import DriverCopies
 from gpurt.errors import DeviceLost, GPUError, HandleInUse, OutOfRange, Unsupported
-from gpurt.lane import NOTHING, Job
-from gpurt.lifecycle import DriverLifecycle
-from gpurt.memory.handles import Allocation, check_range, whole_number
-from gpurt.memory.hostbytes import read_bytes
+from gpurt.lane import NOTHING
+from gpurt.memory.handles import whole_number
+from gpurt.memory.hostbuffer import HostBuffer
 from gpurt.memory.pool import PoolStatistics
 from gpurt.memory.views import DeviceView
 from gpurt.types import MemoryHandle, MemoryInfo, Telemetry
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
-SMALL_COPY_BYTES: Final = 1 << 20
-"""Copies up to here take the ``small`` lane, so that they never wait behind a bulk load on another handle. A small
-copy is over in about 0.1 ms at PCIe rates, which is the longest that one of them delays the next."""
-
-
-class DriverBackend(DriverLifecycle):
+class DriverBackend(DriverCopies):
     """A backend over ``driver``. See :class:`gpurt.backend.GPUBackend` for what each method promises.
 
     Args:
@@ -43,6 +34,7 @@ class DriverBackend(DriverLifecycle):
         max_pending: calls handed to one lane at a time; more callers wait for a place, in order.
         pool_bytes: freed memory that is kept per device for the next allocation of its size; None is what the
             driver suggests (``Capabilities.pool_bytes``), 0 keeps none.
+        host_buffer_limit: bytes of host memory for ``host_buffer``, in use and kept together; None sets no limit.
         on_background_error: gets the error of a call whose caller was cancelled; default: logged at ERROR.
             May be called on any thread.
     """
@@ -109,128 +101,40 @@ class DriverBackend(DriverLifecycle):
         with contextlib.suppress(DeviceLost):
             await self._outcome(job, index, "deallocate", failure=GPUError, droppable=False)
 
-    # Copies
+    # Host memory and views
 
-    async def copy_to_device(self, src: Buffer, dst_handle: MemoryHandle, offset_bytes: int = 0) -> None:
-        dispatch, allocation = self._enter_handle(dst_handle, "copy_to_device")
-        index, driver, token = allocation.index, self.driver, allocation.token
-        try:
-            view = byte_view(src)
-            offset, size = check_range(allocation, offset_bytes, view.nbytes, driver.capabilities.alignment_bytes)
-        except GPUError as exc:
-            self._tell(exc, index, "copy_to_device")
-            raise
-        if not size:
-            return
-        step = self._chunk()
-
-        def write(job: Job) -> None:
-            try:
-                for start in range(0, size, step):
-                    if job.abandoned:
-                        return
-                    driver.write(index, token, offset + start, view[start : start + step])
-            finally:
-                _release(view)
-
-        job = dispatch.submit(
-            index,
-            "small" if size <= SMALL_COPY_BYTES else "h2d",
-            write,
-            chains=(allocation.chain,),
-            undo=lambda _: _release(view),
-        )
-        await self._outcome(job, index, f"copy_to_device({size:,} B at {offset:,})")
-
-    async def copy_from_device(
-        self, src_handle: MemoryHandle, offset_bytes: int = 0, size_bytes: int | None = None
-    ) -> bytes:
-        dispatch, allocation = self._enter_handle(src_handle, "copy_from_device")
-        index = allocation.index
-        try:
-            if size_bytes is None:
-                size_bytes = src_handle.size_bytes - whole_number(offset_bytes, "offset_bytes")
-            offset, size = check_range(allocation, offset_bytes, size_bytes, self.driver.capabilities.alignment_bytes)
-        except GPUError as exc:
-            self._tell(exc, index, "copy_from_device")
-            raise
-        if not size:
-            return b""
-
-        def read(job: Job) -> bytes:
-            return read_bytes(size, lambda view: self._read(job, allocation, offset, view))
-
-        job = dispatch.submit(index, _read_queue(size), read, chains=(allocation.chain,))
-        return await self._outcome(job, index, f"copy_from_device({size:,} B at {offset:,})")
-
-    async def copy_into(self, src_handle: MemoryHandle, dst: Buffer, offset_bytes: int = 0) -> int:
-        dispatch, allocation = self._enter_handle(src_handle, "copy_into")
-        index = allocation.index
-        try:
-            view = byte_view(dst, writable=True)
-            offset, size = check_range(allocation, offset_bytes, view.nbytes, self.driver.capabilities.alignment_bytes)
-        except GPUError as exc:
-            self._tell(exc, index, "copy_into")
-            raise
-        if not size:
-            return 0
-
-        def read(job: Job) -> int:
-            try:
-                self._read(job, allocation, offset, view)
-            finally:
-                _release(view)
-            return size
-
-        job = dispatch.submit(index, _read_queue(size), read, chains=(allocation.chain,), undo=lambda _: _release(view))
-        return await self._outcome(job, index, f"copy_into({size:,} B at {offset:,})", wait_out=True)
-
-    def _read(self, job: Job, allocation: Allocation, offset: int, view: memoryview) -> None:
-        """Lane thread: fill ``view`` chunk by chunk, as long as somebody wants it."""
-        step = self._chunk()
-        for start in range(0, view.nbytes, step):
-            if job.abandoned:
-                return
-            self.driver.read(allocation.index, allocation.token, offset + start, view[start : start + step])
-
-    async def copy_device_to_device(
-        self,
-        src_handle: MemoryHandle,
-        dst_handle: MemoryHandle,
-        size_bytes: int,
-        *,
-        src_offset_bytes: int = 0,
-        dst_offset_bytes: int = 0,
-    ) -> None:
-        dispatch, src = self._enter_handle(src_handle, "copy_device_to_device")
-        _, dst = self._enter_handle(dst_handle, "copy_device_to_device")
-        alignment = self.driver.capabilities.alignment_bytes
-        try:
-            src_offset, size = check_range(src, src_offset_bytes, size_bytes, alignment)
-        except GPUError as exc:
-            self._tell(exc, src.index, "copy_device_to_device")
-            raise
-        try:
-            dst_offset, size = check_range(dst, dst_offset_bytes, size_bytes, alignment)
-            if src is dst and abs(src_offset - dst_offset) < size:
-                raise OutOfRange(f"{size:,} bytes at {src_offset:,} and at {dst_offset:,} overlap")
-        except GPUError as exc:
-            self._tell(exc, dst.index, "copy_device_to_device")
-            raise
-        if not size:
-            return
-
-        def copy(_: Job) -> None:
-            self.driver.copy(src.index, src.token, src_offset, dst.index, dst.token, dst_offset, size)
-
-        job = dispatch.submit(src.index, "peer", copy, chains={src.chain, dst.chain}, also_device=dst.index)
-        operation = f"copy_device_to_device({size:,} B to {dst_handle.device_id})"
-        await self._outcome(job, src.index, operation, also_index=dst.index)
-
-    async def synchronize(self, device_id: str) -> None:
+    async def host_buffer(self, device_id: str, size_bytes: int) -> HostBuffer:
         dispatch, index = self._enter_device(device_id)
-        job = dispatch.submit(index, "sync", lambda _: self.driver.sync(index), after_device=True)
-        await self._outcome(job, index, "synchronize")
+        pool = self._host_pool
+        try:
+            nbytes = whole_number(size_bytes, "size_bytes")
+            if not 0 < nbytes <= sys.maxsize >> 1:
+                raise OutOfRange(f"size_bytes must be positive and at most {sys.maxsize >> 1:,}")
+            block_bytes = pool.block_bytes(nbytes)
+            pool.reserve(block_bytes)
+        except GPUError as exc:
+            self._tell(exc, index, f"host_buffer({size_bytes!r} B)")
+            raise
+        block = pool.take(block_bytes)
+        if block is None:
+
+            def undo(made: Any) -> None:
+                if made is NOTHING:
+                    pool.unreserve(block_bytes)
+                else:
+                    pool.keep(block_bytes, made)
+
+            job = dispatch.submit(index, "memory", lambda _: pool.make(block_bytes), undo=undo)
+            block = await self._outcome(
+                job, index, f"host_buffer({nbytes} B)", failure=GPUError, requested=nbytes, on_host=True
+            )
+
+        def close() -> None:
+            # A cancelled copy may still be under way with this memory; it is not reused before that is over.
+            if self._dispatch is dispatch:
+                dispatch.submit(index, "memory", lambda _: pool.keep(block_bytes, block), after_device=True).disown()
+
+        return HostBuffer(pool.memory(block)[:nbytes], pool.pinned, close)
 
     async def view(self, handle: MemoryHandle, shape: Sequence[int] | None = None, dtype: str = "uint8") -> DeviceView:
         dispatch, allocation = self._enter_handle(handle, "view")
@@ -264,7 +168,7 @@ class DriverBackend(DriverLifecycle):
             self._enter()
             return sum([await self.trim(device.device_id) for device in self._devices])
         dispatch, index = self._enter_device(device_id)
-        job = dispatch.submit(index, "memory", lambda _: self._allocator.trim(index))
+        job = dispatch.submit(index, "memory", lambda _: self._allocator.trim(index) + self._host_pool.free_all())
         return await self._outcome(job, index, "trim")
 
     def pool_statistics(self, device_id: str) -> PoolStatistics:
@@ -315,18 +219,3 @@ class DriverBackend(DriverLifecycle):
 
     async def get_device_clock_rate(self, device_id: str) -> int | None:
         return (await self.get_telemetry(device_id)).clock_mhz
-
-    def _chunk(self) -> int:
-        capabilities = self.driver.capabilities
-        alignment = capabilities.alignment_bytes
-        return max(alignment, capabilities.chunk_bytes - capabilities.chunk_bytes % alignment)
-
-
-def _read_queue(size: int) -> QueueName:
-    return "small" if size <= SMALL_COPY_BYTES else "d2h"
-
-
-def _release(view: memoryview) -> None:
-    # Arrays over the view may still hang in the traceback of a failed call; they go with it.
-    with contextlib.suppress(BufferError):
-        view.release()

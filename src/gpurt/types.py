@@ -231,6 +231,10 @@ class Capabilities(BaseModel):
     host_visible: bool = False
     """``host_view`` gives a writable ``memoryview`` of device memory."""
     unified_memory: bool = False
+    loads_files: bool = False
+    """``load`` copies ranges of open files to the device by itself."""
+    pins_memory: bool = False
+    """``host_alloc`` gives page-locked host memory, which copies go to and from without a detour."""
     pools_memory: bool = False
     """The library keeps freed memory itself, so gpurt must not pool on top."""
     pool_bytes: int = Field(default=0, ge=0)

@@ -188,7 +188,7 @@ class TestAgainstTheReference:
     def test_files_that_it_writes(self, tmp_path: Path) -> None:
         library = pytest.importorskip("safetensors.numpy")
         arrays = {
-            f"layer.{number}.{dtype.numpy}": np.arange(number, dtype=dtype.numpy).reshape(1, -1)
+            f"layer.{number}.{dtype.numpy}": np.arange(number).astype(dtype.numpy).reshape(1, -1)
             for number in range(4)
             for dtype in DTYPES.values()
             if dtype.numpy is not None and dtype.numpy != "complex64"

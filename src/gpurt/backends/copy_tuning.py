@@ -17,7 +17,7 @@ MARGIN: Final = 0.9
 """Striped must take at most this share of the plain copy's time: it keeps more CPUs busy."""
 
 ROUNDS: Final = 2
-BUDGET_S: Final = 0.02
+BUDGET_S: Final = 0.015
 """For one direction. Where it runs out, as it does on a slow link, larger sizes count as the last one measured."""
 
 Copy = Callable[[int], None]

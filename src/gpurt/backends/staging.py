@@ -26,9 +26,10 @@ from gpurt.backends.transfer import Transfer
 from gpurt.errors import GPUError
 from gpurt.sources.host import cpu_count
 
-CREW_LIMIT: Final = 12
-"""More threads move no more: host memory is the limit then, and every thread costs the event loop its turn at the
-GIL (measured on 16 CPUs: 8 threads 27 to 50 GB/s, 12 46 to 49, 16 46)."""
+CREW_LIMIT: Final = 8
+"""More threads move hardly more, because host memory is the limit then, and each costs the event loop its turn at the
+GIL. Measured with 16 CPUs and PCIe 5, 1 GiB to and from the device, GB/s: 6 threads 46 and 38, 8 threads 49 and 41,
+12 threads 49 and 43; copies of 16 to 64 MiB are slower with 12 than with 8."""
 
 STALL_S: Final = 1.0
 """A transfer that gets no thread for so long is done by the thread that waits for it."""

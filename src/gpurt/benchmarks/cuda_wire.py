@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpurt.backends.cuda_backend import CUDABackend
-from gpurt.backends.cupy_driver import CuPyDriver
+from gpurt.backends.cupy_driver import CHUNK_BYTES, CuPyDriver
 from gpurt.benchmarks.cuda_raw import DEVICE_TO_HOST, HOST_TO_DEVICE, RawCopies
 from gpurt.benchmarks.measurement import Measurement, Skipped, seconds
 from gpurt.errors import BackendUnavailable
@@ -161,12 +161,12 @@ class _Bench:
         return [row(f"{name}, pageable", pageable), row(f"{name}, pinned", pinned)]
 
     async def file(self, nbytes: int) -> list[Measurement]:
-        """A file in the page cache, loaded in chunks of 256 MiB."""
+        """A file in the page cache, loaded in chunks of 512 MiB."""
         with tempfile.TemporaryFile() as file:
             for _ in range(nbytes // LARGEST):
                 await self._inside(file.write, self.raw.pageable.data)
             await self._inside(file.flush)
-            fd, step = file.fileno(), min(LARGEST, 256 << 20)
+            fd, step = file.fileno(), min(LARGEST, CHUNK_BYTES)
 
             def load() -> None:
                 for start in range(0, nbytes, step):
@@ -294,12 +294,16 @@ class _Bench:
         return lambda: self._inside(timed)
 
     async def _rates(self, nbytes: int, *contenders: Timed) -> list[float]:
-        """The median rate of each in GB/s, taking turns; many turns where one is short."""
+        """The median rate of each in GB/s, taking turns; many turns where one is short.
+
+        Who begins changes: after another one's copy the same bytes are in a nearer cache.
+        """
         turns = max(self.rounds, min(200, (64 << 20) // nbytes))
         took: list[list[float]] = [[] for _ in contenders]
-        for _ in range(turns):
-            for contender, results in zip(contenders, took, strict=True):
-                results.append(await contender())
+        for turn in range(turns):
+            for place in range(len(contenders)):
+                number = (turn + place) % len(contenders)
+                took[number].append(await contenders[number]())
         return [nbytes / statistics.median(results) / 1e9 for results in took]
 
 

@@ -78,7 +78,8 @@ class Inbox:
 
     def _take(self) -> BusItem | None:
         if self._membership:
-            return self._membership.pop(next(iter(self._membership)))
+            # popitem, not the first key: an iterator fails when the other thread adds a node between two steps.
+            return self._membership.popitem()[1]
         if self._dropped_of:
             return EventsDropped(self._dropped_of.popitem()[0])
         return self._items.popleft() if self._items else None

@@ -60,6 +60,9 @@ class InProcessSubscription:
         """Never blocks."""
         try:
             self._send.send_nowait(item)
+            # There is room again before the consumer has come to what it missed: that word is out of date now.
+            if isinstance(item, NodeUp | NodeDown):
+                self._missed.pop(item.node, None)
         except anyio.WouldBlock:
             if isinstance(item, NodeUp | NodeDown):
                 # Membership cannot be asked for again, so the latest word on each node is kept.

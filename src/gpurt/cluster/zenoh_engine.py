@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, StateReply
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
-from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, NoAnswer
+from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
 from gpurt.cluster.zenoh_node import ZenohNode
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, session_config
@@ -111,7 +111,7 @@ class ZenohEngine:
                 if self.listen or self._zenoh is None:
                     raise
                 if not told:
-                    _log.info("waiting for a hub at %s: %s", self.endpoint, exc)
+                    _log.warning("waiting for a hub at %s: %s", self.endpoint, exc.message)
                     told = True
             await asyncio.sleep(pause)
             pause = min(2 * pause, self.settings.retry_longest_s)
@@ -192,7 +192,14 @@ class ZenohEngine:
 
     async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
         replies = await self._query(node_key(self._cluster, node, STATE), None, timeout, MAX_STATE_BYTES)
-        return tuple(StateReply(node_of(str(ok.key_expr)), ok.payload.to_bytes()) for ok, _ in replies if ok)
+        answers: list[StateReply] = []
+        for ok, _ in replies:
+            if ok:
+                try:
+                    answers.append(StateReply(node_of(str(ok.key_expr)), ok.payload.to_bytes()))
+                except InvalidName as exc:  # a stranger's: it must not hide what the nodes answered
+                    _log.warning("ignored: an answer to a question for the state of %s: %s", node, exc)
+        return tuple(answers)
 
     async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
         check_size(payload, f"command for node {node}", MAX_COMMAND_BYTES)
@@ -274,7 +281,7 @@ class ZenohEngine:
             raise
         except Exception as exc:
             _log.warning("a command failed: %r", exc)
-            payload, error = str(exc).encode()[:1024], True
+            payload, error = str(exc).encode(errors="replace")[:1024], True
         if self._lane is not None:
             await self._call(node.reply, query, payload, error=error)
 

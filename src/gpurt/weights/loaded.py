@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import BackendClosed, GPUError, HandleInUse
+from gpurt.errors import BackendClosed, HandleInUse
 from gpurt.types import MemoryHandle
 from gpurt.weights.header import DTYPES
 
@@ -28,7 +28,7 @@ class LoadedTensor:
     name: str
     handle: MemoryHandle
     offset_bytes: int
-    """A multiple of 256, unless the tensor is empty."""
+    """A multiple of 256."""
     size_bytes: int
     dtype: str
     """The name that the file uses: ``BF16``."""
@@ -109,32 +109,44 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
 
 
 async def free_all(
-    backend: GPUBackend, handles: Sequence[MemoryHandle]
+    backend: GPUBackend, handles: Sequence[MemoryHandle], *, detach: bool = False
 ) -> tuple[list[MemoryHandle], BaseException | None]:
     """Free every handle, whatever happens on the way.
 
+    Args:
+        detach: return as soon as all are submitted. A cancelled call does the same: it frees, and does not wait.
+
     Returns:
-        The handles with live views, which are still there, and the first error or the cancellation, for the caller
+        The handles with live views, which are still there, and the cancellation or the first error, for the caller
         to raise. Further errors are logged.
     """
-    kept: list[MemoryHandle] = []
+    tasks = {asyncio.create_task(backend.deallocate(handle)): handle for handle in handles}
+    if not tasks:
+        return [], None
     cancelled: asyncio.CancelledError | None = None
-    failed: GPUError | None = None
-    for handle in handles:
-        # One after the other in this task: a deallocation is submitted before its first suspension and then happens
-        # also when cancelled, whereas a task that is cancelled before it first ran would have submitted nothing.
+    try:
+        # Every task has had its first step, and so submitted, before this one is resumed; also when cancelled.
+        await asyncio.sleep(0)
+        if not detach:
+            await asyncio.wait(tasks)
+    except asyncio.CancelledError as exc:
+        cancelled = exc
+    for task in tasks:
+        task.cancel()  # what was submitted is freed all the same
+    while not all(task.done() for task in tasks):
         try:
-            await backend.deallocate(handle)
+            await asyncio.wait(tasks)
         except asyncio.CancelledError as exc:
-            cancelled = cancelled or exc
-        except BackendClosed:
-            continue  # its shutdown has freed everything
-        except GPUError as exc:
-            if isinstance(exc, HandleInUse):
-                kept.append(handle)
-            if failed is not None:
-                log.error("an allocation of weights was not freed: %s", exc)
-            failed = failed or exc
-    if cancelled is not None and failed is not None:
-        log.error("an allocation of weights was not freed: %s", failed)
+            cancelled = exc
+    kept: list[MemoryHandle] = []
+    failed: BaseException | None = None
+    for task, handle in tasks.items():
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, BackendClosed):
+            continue  # a shutdown has freed everything
+        if isinstance(error, HandleInUse):
+            kept.append(handle)
+        if failed is not None or cancelled is not None:
+            log.error("an allocation of weights was not freed: %s", error)
+        failed = failed or error
     return kept, cancelled or failed

@@ -83,7 +83,8 @@ async def load_safetensors(
             # Shielded: a cancelled future would be dropped before it ran, and the files left open.
             await asyncio.shield(asyncio.wrap_future(closing))
     except BaseException as failure:
-        _, error = await free_all(backend, load.handles)
+        # Who cancels must not wait for a driver that hangs.
+        _, error = await free_all(backend, load.handles, detach=isinstance(failure, asyncio.CancelledError))
         if isinstance(error, GPUError):
             log.error("an allocation of weights was not freed: %s", error)
         elif error is not None:
@@ -217,7 +218,7 @@ class _Load:
             reported = done
 
         try:
-            await self._backend.load_file(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            await self._backend.load_file(
                 fill.source.path,
                 fill.target,
                 file_offset=run.file_offset,

@@ -65,8 +65,7 @@ def plan_blocks(tensors: Iterable[TensorInfo], max_bytes: int = BLOCK_BYTES) -> 
     placed: list[Placed] = []
     end = 0
     for tensor in tensors:
-        # A tensor without bytes needs a place, not an aligned one.
-        offset = _aligned(end) if tensor.size_bytes else end
+        offset = _aligned(end)
         if placed and offset + tensor.size_bytes > max_bytes:
             blocks.append(_block(placed, end))
             placed, offset = [], 0
