@@ -99,10 +99,14 @@ async def close(task: asyncio.Task[tuple[GPUBackend, tuple[GPUDevice, ...]]] | N
 async def _open(
     name: str, create: Callable[[str], Awaitable[GPUBackend]], opened: list[GPUBackend], allow_software: bool
 ) -> tuple[GPUBackend, tuple[GPUDevice, ...]]:
-    backend = await create(name)
-    opened.append(backend)
-    await backend.initialize()
-    devices = await backend.list_devices()
+    try:
+        backend = await create(name)
+        opened.append(backend)
+        await backend.initialize()
+        devices = await backend.list_devices()
+    except SystemExit as exc:
+        # Some libraries end the process when they dislike it. Out of a task it would stop the event loop at once.
+        raise BackendUnavailable(f"tried to end this process: {exc!r}", backend=name) from exc
     if not any(_is_usable(device, allow_software) for device in devices):
         raise BackendUnavailable(_why_none(devices), backend=name, reason=ReasonCode.NO_DEVICE)
     return backend, devices

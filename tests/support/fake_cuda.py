@@ -230,7 +230,13 @@ class FakeRuntime(ModuleType):
             del self.streams[handle]
 
     def streamSynchronize(self, handle: int) -> None:
-        self._enter("streamSynchronize")
+        try:
+            self._enter("streamSynchronize")
+        except CUDARuntimeError:
+            # Such an error is of the work itself, which will not be done any more.
+            self.streams[handle].queue.clear()
+            self.streams[handle].hosts.clear()
+            raise
         with self._lock:
             self._run(self._stream(handle))
 

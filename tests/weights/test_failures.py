@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import threading
@@ -309,7 +310,7 @@ class TestOnTheWay:
             gate = threading.Event()
             rig.driver.inject(Fault("write", nth=1, gate=gate))
             loading = asyncio.create_task(load_safetensors(path, rig.backend, rig.both))
-            await eventually(lambda: rig.count("write") == 1)
+            await eventually(lambda: rig.count("write") >= 1)
             asyncio.get_running_loop().call_later(0.05, gate.set)
             with pytest.warns(ResourceWarning):
                 await rig.backend.shutdown()
@@ -318,6 +319,7 @@ class TestOnTheWay:
         await eventually(lambda: not lanes())
 
 
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 class TestCancellation:
     async def _cancel(self, rig: Rig, path: Path, how: str) -> None:
         if how == "task":
@@ -344,11 +346,14 @@ class TestCancellation:
             await eventually(lambda: rig.count("write") >= 1)
             raise ZeroDivisionError
 
-    @pytest.mark.parametrize("how", ["task", "timeout", "sibling", "anyio"])
-    @pytest.mark.parametrize("method", ["write", "alloc", "telemetry"])
+    @pytest.mark.parametrize(
+        ("how", "method"),
+        [
+            *itertools.product(["task", "timeout", "sibling", "anyio"], ["write"]),
+            *itertools.product(["timeout", "anyio"], ["alloc", "telemetry"]),
+        ],
+    )
     async def test_inside_the_driver(self, rig: Rig, path: Path, how: str, method: Any) -> None:
-        if method != "write" and how in ("task", "sibling"):
-            pytest.skip("those wait for the first write")
         gate = threading.Event()
         rig.driver.inject(Fault(method, gate=gate))
         async with asyncio.timeout(5):

@@ -238,7 +238,7 @@ class TestAgainstTheReference:
         }
     )
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(
         header=st.dictionaries(st.text(max_size=3), fields | values, max_size=3),
         kept=st.sets(st.sampled_from(list(CONTENT))),

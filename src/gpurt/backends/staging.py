@@ -69,7 +69,7 @@ class Crew:
         self._threads: list[threading.Thread] = []
         reports: SimpleQueue[BaseException | None] = SimpleQueue()
         for number in range(size):
-            member = Member(number, runtime, self._take, self._rest)
+            member = Member(number, runtime, self._choose, self._rest)
             thread = threading.Thread(
                 target=member.work, args=(index, reports), name=f"gpurt:stage:{number}", daemon=True
             )
@@ -124,16 +124,14 @@ class Crew:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _take(self, number: int) -> tuple[Transfer, int, int] | None:
-        """The next stripe for thread ``number``, or None."""
+    def _choose(self, number: int) -> Transfer | None:
+        """Where thread ``number`` takes its next stripe, or None."""
         active = self._active
         count = len(active)
         for step in range(count):
             transfer = active[(number + step) % count]
-            try:
-                return transfer, *transfer.stripes.popleft()
-            except IndexError:
-                continue
+            if transfer.stripes:
+                return transfer
         return None
 
     def _rest(self) -> bool:

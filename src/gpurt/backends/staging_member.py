@@ -24,7 +24,7 @@ class Member:
     """``work`` is the thread: take a stripe into one buffer while the other one's copy runs.
 
     Args:
-        take: gives the next stripe, or None.
+        choose: names a transfer with stripes to take for thread ``number``, or None.
         rest: blocks until there may be more; False at the end.
     """
 
@@ -32,12 +32,12 @@ class Member:
         self,
         number: int,
         runtime: Any,
-        take: Callable[[int], tuple[Transfer, int, int] | None],
+        choose: Callable[[int], Transfer | None],
         rest: Callable[[], bool],
     ) -> None:
         self.runtime = runtime
         self._number = number
-        self._take = take
+        self._choose = choose
         self._rest = rest
         self._selected: int | None = None
         self._slots: list[Slot] = []
@@ -73,16 +73,20 @@ class Member:
         slot, other = self._slots
         while True:
             slot.finish()
-            taken = self._take(self._number)
-            if taken is None:
+            transfer = self._choose(self._number)
+            if transfer is None:
                 other.finish()
-                del taken
                 if not self._rest():
                     return
                 continue
-            other.leave(taken[0].index)
-            slot.begin(*taken)
-            del taken  # or an idle thread would keep the last transfer
+            # Before a stripe is taken, or a device that hangs would keep one of another device's.
+            other.leave(transfer.index)
+            try:
+                stripe = transfer.stripes.popleft()
+            except IndexError:  # other threads were quicker
+                continue
+            slot.begin(transfer, *stripe)
+            del transfer  # or an idle thread would keep the last one
             slot, other = other, slot
 
     def _free(self) -> None:

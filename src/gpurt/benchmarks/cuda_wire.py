@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -42,8 +43,8 @@ async def measure(*, quick: bool) -> list[Measurement]:
     except BackendUnavailable as exc:
         raise Skipped(str(exc)) from exc
     async with backend:
-        with ThreadPoolExecutor(2) as executor:
-            bench = _Bench(backend, executor, rounds=3 if quick else 9)
+        with ThreadPoolExecutor(1) as executor, ThreadPoolExecutor(1) as second:
+            bench = _Bench(backend, executor, second, rounds=3 if quick else 9)
             await bench.open()
             try:
                 rows: list[Measurement] = []
@@ -60,12 +61,13 @@ async def measure(*, quick: bool) -> list[Measurement]:
 
 
 class _Bench:
-    def __init__(self, backend: CUDABackend, executor: ThreadPoolExecutor, rounds: int) -> None:
+    def __init__(self, backend: CUDABackend, executor: Executor, second: Executor, rounds: int) -> None:
         self.backend = backend
         self.driver: Any = backend.driver
         assert isinstance(self.driver, CuPyDriver)
         self.device = backend.devices[0].device_id
         self.executor = executor
+        self.second = second
         self.rounds = rounds
 
     async def open(self) -> None:
@@ -148,7 +150,13 @@ class _Bench:
             await asyncio.gather(backend.copy_to_device(views[0], self.handle), backend.copy_into(self.other, views[1]))
 
         async def raw_together() -> None:
-            await asyncio.gather(*(self._inside(self._raw_on_new_stream, kind) for kind in KINDS.values()))
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(
+                *(
+                    loop.run_in_executor(executor, self._raw_on_new_stream, kind)
+                    for executor, kind in zip((self.executor, self.second), KINDS.values(), strict=True)
+                )
+            )
 
         pageable, pinned, ceiling = await self._rates(
             2 * nbytes,
@@ -296,13 +304,14 @@ class _Bench:
     async def _rates(self, nbytes: int, *contenders: Timed) -> list[float]:
         """The median rate of each in GB/s, taking turns; many turns where one is short.
 
-        Who begins changes: after another one's copy the same bytes are in a nearer cache.
+        The order changes: who comes after another one's copy finds the bytes in a nearer cache.
         """
         turns = max(self.rounds, min(200, (64 << 20) // nbytes))
         took: list[list[float]] = [[] for _ in contenders]
-        for turn in range(turns):
-            for place in range(len(contenders)):
-                number = (turn + place) % len(contenders)
+        order, dice = list(range(len(contenders))), random.Random(1)
+        for _ in range(turns):
+            dice.shuffle(order)
+            for number in order:
                 took[number].append(await contenders[number]())
         return [nbytes / statistics.median(results) / 1e9 for results in took]
 

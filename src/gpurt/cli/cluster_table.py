@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from gpurt.types import GPUDevice
@@ -23,26 +24,40 @@ _STYLES: Final = {
 }
 
 
-def cluster_table(snapshot: ClusterSnapshot) -> Table:
-    """Nodes in order of name, each with its devices in its own order of preference."""
+def cluster_table(snapshot: ClusterSnapshot, *, max_rows: int | None = None) -> Table:
+    """Nodes in order of name, each with its devices in its own order of preference.
+
+    Args:
+        max_rows: stop there and say how many nodes follow: a table of 1,600 rows takes more than a second to draw.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title="cluster")
     for heading in ("node", "state", "device", "name", "memory usable / total", "health", "identity"):
         table.add_column(heading, overflow="fold")
-    for name in sorted(snapshot.nodes):
+    names = sorted(snapshot.nodes)
+    for position, name in enumerate(names):
         node = snapshot.nodes[name]
+        room = None if max_rows is None else max_rows - table.row_count
+        if room is not None and room <= 0:
+            table.add_row("…", f"{len(names) - position} more nodes")
+            break
         first = (Text(name), Text(node.state, style=_STYLES.get(node.state, "")))
         if not node.devices:
             table.add_row(*first, "-", "no device", "", "", "")
-        for record in node.devices.values():
+        for record in islice(node.devices.values(), room):
             device = record.device
             health = Text(device.state, style=_STYLES.get(device.state, ""))
             if not record.available:
                 health.append(" (not available)", style="dim")
             table.add_row(
-                *first, Text(device.device_id), Text(device.name), memory(device), health, Text(device.stable_id)
+                *first,
+                Text(printable(device.device_id)),
+                Text(printable(device.name)),
+                memory(device),
+                health,
+                Text(printable(device.stable_id)),
             )
             first = (Text(""), Text(""))
     return table
@@ -61,7 +76,12 @@ def change_line(change: Change, snapshot: ClusterSnapshot) -> str:
         words.append(f"({change.missed} changes were missed)")
     if change.message:
         words.append(change.message)
-    return " ".join(words)
+    return printable(" ".join(words))
+
+
+def printable(text: str) -> str:
+    """What a node says of itself, without what would move a terminal's cursor, begin a line or break the encoding."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def memory(device: GPUDevice) -> str:
@@ -70,4 +90,5 @@ def memory(device: GPUDevice) -> str:
 
 
 def size(nbytes: int | None) -> str:
-    return "?" if nbytes is None else f"{nbytes / (1 << 30):.1f} GiB"
+    # A node may claim more bytes than a float can hold.
+    return "?" if nbytes is None or nbytes.bit_length() > 64 else f"{nbytes / (1 << 30):.1f} GiB"

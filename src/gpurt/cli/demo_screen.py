@@ -98,7 +98,7 @@ class LiveScreen(Screen):
         self._live.update(self._picture())
 
     def change(self, change: Change, snapshot: ClusterSnapshot) -> None:
-        self._table = cluster_table(snapshot)
+        self._table = cluster_table(snapshot, max_rows=self._live.console.height)
         if change.device is None:
             self.say(f"master: {change_line(change, snapshot)}")
         else:

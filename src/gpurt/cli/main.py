@@ -4,16 +4,21 @@ Each subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> in
 one is imported, so that ``gpurt --help`` answers at once.
 
 Exit codes beyond the subcommand's own: 2 for a usage error and for any :class:`~gpurt.errors.GPUError`, which is
-shown as one line; 130 after Ctrl-C; 141 when the reader of our output went away.
+shown as one line; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 when the reader of our output went away.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import io
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
 from typing import Final
 
@@ -30,6 +35,7 @@ COMMANDS: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. ``argv`` without the program's name; None is ``sys.argv[1:]``."""
+    _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="gpurt", description="A device runtime for distributed inference workers.")
     parser.add_argument("--version", action=_Version, help="show the version and exit")
@@ -52,19 +58,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(levelname)s %(name)s: %(message)s",
     )
     assert run is not None, "argparse let a command pass that is not in COMMANDS"
+    ended_by: list[int] = []
     try:
-        code = run(args)
+        with _interrupted_by_signals(ended_by):
+            code = run(args)
         sys.stdout.flush()
     except GPUError as exc:
         sys.stderr.write(f"gpurt {chosen}: {' '.join(str(exc).split())}\n")
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + (ended_by[0] if ended_by else signal.SIGINT)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit, which would fail again with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return 141
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        _give_up_stdout()
+        sys.stderr.write(f"gpurt {chosen}: {exc}\n")
+        return 2
     return code
+
+
+def _open_streams() -> None:
+    """A standard stream that was closed by whoever started us goes nowhere: Python makes it None, and the next file
+    or socket would take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
+    # Names of devices are in every script; a terminal that lacks one must not end a worker.
+    stdout: object = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
+
+
+def _give_up_stdout() -> None:
+    # The interpreter flushes stdout once more at exit, which would fail again with a traceback.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
+    """SIGTERM, which service managers and containers send, and SIGHUP, which a closed terminal does, end a command
+    as Ctrl-C does: a worker says goodbye, the demo clears up. Those that the parent has us ignore stay ignored."""
+
+    def handler(number: int, frame: object) -> None:
+        ended_by.append(number)
+        # asyncio's own handler for Ctrl-C cancels the main task; a background job has none, because its shell
+        # ignores the key for it.
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.raise_signal(signal.SIGINT)
+        else:
+            raise KeyboardInterrupt
+
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # embedded: signals are the host's business
+    before = {number: signal.getsignal(number) for number in numbers}
+    ours = [number for number in numbers if before[number] is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _Version(argparse.Action):

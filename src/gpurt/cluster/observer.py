@@ -104,6 +104,11 @@ class ClusterObserver:
             BusClosed, BusUnavailable: from the engine.
         """
         subscription = await self._engine.subscribe()
+        # Nobody has watched until now. Each node that is there is told in a moment, and is back at once; one that
+        # went away meanwhile is told by nobody.
+        self._nodes = {name: _Node(known.sequence) for name, known in self._nodes.items()}
+        for name in self.view.snapshot().nodes:
+            self.view.node_down(name)
         try:
             async with asyncio.TaskGroup() as group:
                 self._questions = asyncio.Semaphore(QUESTIONS)

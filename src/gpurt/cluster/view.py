@@ -55,6 +55,8 @@ class MasterView:
         self._max_nodes = max_nodes
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
+        self._left_at: dict[str, int] = {}
+        """Sequence number of a node's goodbye."""
         self._conflicts: dict[str, Conflict] = {}
         self._feed = ChangeFeed()
 
@@ -217,6 +219,7 @@ class MasterView:
                 raise MalformedEvent(f"event {event.id[:200]}: its snapshot is of another position")
             return self.apply_snapshot(snapshot, sole=True)
         if kind is EventKind.NODE_LEAVING:
+            self._left_at[record.node] = record.seq
             self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT)
             return True
         # Everything that can be wrong is looked at before anything is changed.
@@ -268,9 +271,11 @@ class MasterView:
         self._post(kind, record.node)
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
+        up = snapshot.node in self._up
         if old is not None and old.state is NodeState.LEFT and old.epoch == snapshot.epoch:
-            return NodeState.LEFT  # taken just before the goodbye
-        if snapshot.node in self._up:
+            # Up to the goodbye, it was taken just before; a later one is of a publisher that has joined again.
+            up = up and snapshot.seq > self._left_at[snapshot.node]
+        if up:
             return NodeState.HEALTHY
         return NodeState.SUSPECT if old is None or old.state is NodeState.HEALTHY else old.state
 
@@ -283,6 +288,7 @@ class MasterView:
             _log.error("node %s is refused: the view holds %d live nodes already", name, self._max_nodes)
             return False
         del self._nodes[gone.node]
+        self._left_at.pop(gone.node, None)
         self._post(ChangeKind.NODE_FORGOTTEN, gone.node)
         return True
 

@@ -58,6 +58,7 @@ class ZenohEngine:
         self._session: Any = None
         self._lane: Lane | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening: asyncio.Future[None] | None = None
         self._node: ZenohNode | None = None
         self._subscriptions: list[ZenohSubscription] = []
         self._commands: set[asyncio.Task[None]] = set()
@@ -69,28 +70,43 @@ class ZenohEngine:
     # Lifecycle
 
     async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._opening is not None and self._opening.get_loop() is loop:
+            await asyncio.wait({self._opening})
         if self._lane is not None:
             return
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
+        opening = self._opening = loop.create_future()
         lane = self._lane = Lane(f"gpurt:zenoh:{self._cluster}")
+        opened: list[Any] = []
         try:
-            await self._open()
+            await self._open(lane, opened)
+            self._session = opened[0]
         except BaseException:
-            # An open that is under way ends within its own timeout; the lane then closes what it gave.
-            self._lane = None
-            lane.submit(self._close_session)
+            # An open that is under way ends within its own timeout; the lane then closes what it gave. That may be
+            # after the next start, so it is not this object's session.
+            if self._lane is lane:
+                self._lane = None
+            lane.submit(_close_sessions, opened)
             lane.stop()
             raise
+        finally:
+            self._opening = None
+            opening.set_result(None)
 
     async def close(self) -> None:
         lane, self._lane = self._lane, None
         if lane is None:
             return
+        if self._opening is not None and self._opening.get_loop() is asyncio.get_running_loop():
+            await asyncio.wait({self._opening})  # start() sees that it is closed, and undoes itself
+            return
+        session, self._session = self._session, None
         for task in tuple(self._commands):
             task.cancel()
         for subscription in self._subscriptions:
             subscription.close()
-        closed = asyncio.wrap_future(lane.submit(self._tear_down, self._node, tuple(self._subscriptions)))
+        closed = asyncio.wrap_future(lane.submit(_tear_down, session, self._node, tuple(self._subscriptions)))
         lane.stop()
         self._node = None
         self._subscriptions.clear()
@@ -100,47 +116,37 @@ class ZenohEngine:
         except TimeoutError:
             _log.warning("the zenoh session did not close within %g s and is left behind", CLOSE_TIMEOUT_S)
 
-    async def _open(self) -> None:
+    async def _open(self, lane: Lane, opened: list[Any]) -> None:
         pause = self.settings.retry_first_s
         told = False
         while True:
             try:
-                await self._call(self._open_session)
-                return
+                await self._result(asyncio.wrap_future(lane.submit(self._open_session, opened)))
             except BusUnavailable as exc:
                 if self.listen or self._zenoh is None:
                     raise
                 if not told:
+                    # Once, and to be seen: the address may be one at which there will never be a hub.
                     _log.warning("waiting for a hub at %s: %s", self.endpoint, exc.message)
                     told = True
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, self.settings.retry_longest_s)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self.settings.retry_longest_s)
+            if self._lane is not lane:
+                raise BusClosed("the bus was closed while it was being started")
+            if opened:
+                return
 
-    def _open_session(self) -> None:
+    def _open_session(self, opened: list[Any]) -> None:
         self._zenoh = zenoh = load_zenoh()
         config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings)
         try:
-            self._session = zenoh.open(config)
+            opened.append(zenoh.open(config))
         except zenoh.ZError as exc:
             if not self.listen:
                 raise BusUnavailable(f"no hub at {self.endpoint}: {exc}", hint="start the master") from exc
             raise BusUnavailable(
                 f"cannot listen on {self.endpoint}: {exc}", hint="is another master running? choose another port"
             ) from exc
-
-    def _close_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-
-    def _tear_down(self, node: ZenohNode | None, subscriptions: tuple[ZenohSubscription, ...]) -> None:
-        try:
-            if node is not None:
-                node.undeclare()
-            for subscription in subscriptions:
-                subscription.undeclare()
-        finally:
-            self._close_session()
 
     # A node
 
@@ -216,7 +222,7 @@ class ZenohEngine:
     async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
         """Every reply, as (sample, None) or (None, error). The lane is not held while they come."""
         self._running()
-        loop = asyncio.get_running_loop()
+        loop, session = asyncio.get_running_loop(), self._session
         done = loop.create_future()
         replies: list[tuple[Any, Any]] = []
 
@@ -231,7 +237,7 @@ class ZenohEngine:
 
         def get() -> None:
             zenoh = self._zenoh
-            self._session.get(
+            session.get(
                 key,
                 zenoh.handlers.Callback(collect, finish),
                 target=zenoh.QueryTarget.ALL,
@@ -319,3 +325,18 @@ class ZenohEngine:
             raise
         except Exception as exc:
             raise BusUnavailable(f"zenoh refused: {exc}") from exc
+
+
+def _close_sessions(sessions: list[Any]) -> None:
+    for session in sessions:
+        session.close()
+
+
+def _tear_down(session: Any, node: ZenohNode | None, subscriptions: tuple[ZenohSubscription, ...]) -> None:
+    try:
+        if node is not None:
+            node.undeclare()
+        for subscription in subscriptions:
+            subscription.undeclare()
+    finally:
+        session.close()

@@ -13,7 +13,10 @@ from typing import Any
 
 from gpurt.cluster.errors import BusUnavailable, InvalidName
 
-_ENDPOINT = re.compile(r"(tcp|tls|quic|udp|unixsock-stream)/[^\s,]{1,512}")
+_ENDPOINT = re.compile(
+    r"(tcp|tls|quic|udp)/([^\s,/:?#\[\]]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})([?#][^\s,]{1,512})?"
+)
+_SOCKET_FILE = re.compile(r"unixsock-stream/[^\s,]{1,512}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,11 @@ def check_endpoint(endpoint: str) -> str:
     """``endpoint`` itself when it has the form ``tcp/HOST:PORT`` (or another protocol of zenoh).
 
     Raises:
-        InvalidName: otherwise; also for port 0, which zenoh would take without telling which port it got.
+        InvalidName: otherwise: a client would try for ever to reach it. Also for port 0, which zenoh would take
+            without telling which port it got.
     """
-    if not _ENDPOINT.fullmatch(endpoint) or endpoint.endswith(":0"):
+    match = _ENDPOINT.fullmatch(endpoint)
+    if not (1 <= int(match[3]) <= 65535 if match else _SOCKET_FILE.fullmatch(endpoint)):
         raise InvalidName(f"endpoint {endpoint!r} is not valid", hint="give it as tcp/HOST:PORT, port 1 to 65535")
     return endpoint
 

@@ -68,15 +68,17 @@ async def load_safetensors(
     load = _Load(backend, Sources(path), lane, on_progress)
     try:
         try:
-            names = select(await load.off_loop(load.sources.names), only, str(path))
-            devices = place(names, placement, str(path))
+            names = await load.off_loop(load.sources.names)
+            names = await load.apply(partial(select, names, only, str(path)), on_loop=callable(only))
+            devices = await load.apply(partial(place, names, placement, str(path)), on_loop=callable(placement))
             contents = await load.off_loop(partial(load.sources.tensors, names))
             await load.check_devices(devices)
-            fills = _plan(contents, devices)
+            fills = await load.off_loop(partial(_plan, contents, devices))
             await load.check_room(fills)
             await load.allocate(fills)
             await load.fill(max_concurrent or PER_DEVICE * len(set(devices.values())))
             await load.off_loop(load.sources.check_unchanged)
+            tensors = await load.off_loop(load.tensors)
         finally:
             closing = lane.submit(load.sources.close)
             lane.stop()
@@ -90,7 +92,7 @@ async def load_safetensors(
         elif error is not None:
             raise error from failure  # cancelled meanwhile: who cancels must see it
         raise
-    return LoadedWeights(backend, load.tensors(), load.handles, [source.path for source, _ in contents])
+    return LoadedWeights(backend, tensors, load.handles, [source.path for source, _ in contents])
 
 
 @dataclass(slots=True)
@@ -124,12 +126,17 @@ class _Load:
         self._total_bytes = 0
 
     async def off_loop(self, call: Callable[[], T]) -> T:
+        """Passes over all tensors go through here like files: one over 100,000 would stall the loop for 50 ms."""
         return await asyncio.get_running_loop().run_in_executor(self._lane, call)
 
+    async def apply(self, call: Callable[[], T], *, on_loop: bool) -> T:
+        """The user's functions run where the user is; only gpurt's own passes leave the loop."""
+        return call() if on_loop else await self.off_loop(call)
+
     async def check_devices(self, devices: dict[str, str]) -> None:
-        first = {device_id: name for name, device_id in reversed(devices.items())}
-        for device_id, name in first.items():
+        for device_id in dict.fromkeys(devices.values()):
             if await self._backend.get_device(device_id) is None:
+                name = next(name for name, asked in devices.items() if asked == device_id)
                 known = ", ".join(device.device_id for device in self._backend.devices)
                 raise DeviceNotFound(
                     f"no such device, asked for by the placement of tensor {shown(name)}",
@@ -180,7 +187,7 @@ class _Load:
             self._allocated.append(fill)
 
     async def fill(self, max_concurrent: int) -> None:
-        self._total_bytes = sum(placed.tensor.size_bytes for fill in self._allocated for placed in fill.block.placed)
+        self._total_bytes = await self.off_loop(self._count_bytes)
         self._advance(0)
         waiting = iter(_in_turns(self._allocated))
         error: BaseException | None = None
@@ -198,7 +205,7 @@ class _Load:
 
     async def _fill_blocks(self, waiting: Iterator[_Fill]) -> None:
         for fill in waiting:
-            for transfer in plan_transfers(fill.block):
+            for transfer in await self.off_loop(partial(plan_transfers, fill.block)):
                 if isinstance(transfer, Gather):
                     await self._gather(fill, transfer)
                 else:
@@ -214,8 +221,9 @@ class _Load:
 
         def report(done: int) -> None:
             nonlocal reported
-            self._advance(done - reported)
-            reported = done
+            if done > reported:
+                self._advance(done - reported)
+                reported = done
 
         try:
             await self._backend.load_file(
@@ -230,13 +238,18 @@ class _Load:
             # A range that was inside the file and is not any more: say so, rather than what came of it.
             await self.off_loop(fill.source.check_unchanged)
             raise
-        if reported != run.size_bytes:
+        else:
             report(run.size_bytes)
+        finally:
+            reported = run.size_bytes  # reports that are still on their way come too late
 
     def _advance(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._on_progress is not None:
             self._on_progress(self._done_bytes, self._total_bytes)
+
+    def _count_bytes(self) -> int:
+        return sum(each.tensor.size_bytes for fill in self._allocated for each in fill.block.placed)
 
     def tensors(self) -> dict[str, LoadedTensor]:
         return {

@@ -128,8 +128,9 @@ class StormTests(ConformanceBase):
                 await storm.end()
                 assert await backend.copy_from_device(witness) == payload(SIZE)
             await assert_nothing_live(backend, probe)
-            assert storm.outcomes["completed"] > operations // 10
-            assert storm.outcomes["cancelled"] > operations // 10
+            # A storm in which everything or nothing was cancelled shows little; how much is depends on the machine.
+            assert storm.outcomes["completed"] > operations // 50
+            assert storm.outcomes["cancelled"] > operations // 50
             await until(lambda: asyncio.all_tasks() <= tasks, "tasks left behind")
             gc.collect()
             await asyncio.sleep(0)
