@@ -14,19 +14,12 @@ from gpurt.backend import GPUBackend
 from gpurt.cli import load
 from gpurt.errors import BackendUnavailable, DeviceNotFound, GPUError
 from gpurt.factory import GPUBackendFactory
-from gpurt.shell import DriverBackend
 from gpurt.testing import create_simulated
 from gpurt.weights import WeightsError
-from tests.weights.support import load_file, tensor, write, write_sharded
+from tests.weights.support import tensor, write, write_sharded
 
 CONTENT = {"layers.0.w": tensor("F32", 1000, 100), "layers.1.w": tensor("BF16", 70_000), "norm": tensor("F32", 10)}
 TOTAL = 400_000 + 140_000 + 40
-
-
-@pytest.fixture(autouse=True)
-def _file_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DriverBackend.load_file is GPUBackend.load_file:
-        monkeypatch.setattr(DriverBackend, "load_file", load_file)
 
 
 @pytest.fixture

@@ -117,6 +117,9 @@ async def test_unreadable(backend: DriverBackend, path: Path, tmp_path: Path) ->
         for bad in (tmp_path / "absent", tmp_path):
             with pytest.raises(TransferFailed, match=str(bad.name)):
                 await backend.load_file(bad, handle)
+        os.mkfifo(tmp_path / "fifo")
+        with pytest.raises(TransferFailed, match="regular"):
+            await backend.load_file(tmp_path / "fifo", handle)
         await backend.load_file(path, handle, size_bytes=0)
     with pytest.raises(InvalidHandle):
         await backend.load_file(path, handle)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import OutOfRange, TransferFailed
-from gpurt.types import MemoryHandle
 from gpurt.weights import DTYPES, LoadedWeights
 
 Content = Mapping[str, tuple[str, tuple[int, ...], bytes]]
@@ -71,36 +68,3 @@ async def eventually(condition: Callable[[], bool], timeout: float = 5.0) -> Non
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.002)
-
-
-async def load_file(
-    self: GPUBackend,
-    path: str | os.PathLike[str],
-    handle: MemoryHandle,
-    *,
-    file_offset: int = 0,
-    size_bytes: int | None = None,
-    handle_offset: int = 0,
-    on_progress: Callable[[int], None] | None = None,
-) -> int:
-    """``GPUBackend.load_file`` by the plainest means, for backends that have none of their own."""
-    loop = asyncio.get_running_loop()
-    file_bytes = (await loop.run_in_executor(None, os.stat, path)).st_size
-    size = file_bytes - file_offset if size_bytes is None else size_bytes
-    if file_offset + size > file_bytes or handle_offset + size > handle.size_bytes:
-        raise OutOfRange(f"{size} bytes at {file_offset} of {path} or at {handle_offset} of the handle")
-
-    def read(start: int, count: int) -> bytes:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(count)
-
-    for done in range(0, size, 1 << 20):
-        count = min(1 << 20, size - done)
-        part = await loop.run_in_executor(None, read, file_offset + done, count)
-        if len(part) != count:
-            raise TransferFailed(f"{path} ended early")
-        await self.copy_to_device(part, handle, handle_offset + done)
-        if on_progress is not None:
-            on_progress(done + count)
-    return size

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import threading
 from typing import Any, Final, Protocol
 
@@ -65,6 +66,10 @@ class CuPyDriver(Driver):
     capabilities = Capabilities(
         threading="queue",
         p2p=True,
+        loads_files=hasattr(os, "preadv"),
+        pins_memory=True,
+        # cudaMalloc with cudaFree takes 5 µs to 2 ms, the device waiting for both.
+        pool_bytes=1 << 30,
         alignment_bytes=1,
         chunk_bytes=CHUNK_BYTES,
         telemetry=frozenset(
@@ -87,6 +92,7 @@ class CuPyDriver(Driver):
         self._lane = _Lane()
         self._host = HostCopies(self._on_stream)
         self._peers: dict[tuple[int, int], bool] = {}
+        self._recent = 0
         self._lock = threading.Lock()
 
     def attach(self, index: int) -> None:
@@ -120,17 +126,16 @@ class CuPyDriver(Driver):
     def read(self, index: int, mem: int, offset: int, dst: memoryview) -> None:
         self._host.copy("read", index, mem + offset, dst)
 
-    def load(self, index: int, mem: int, offset: int, fd: int, file_offset: int, nbytes: int) -> None:
-        """Fill ``mem[offset:offset + nbytes]`` from the open file ``fd``, without ever holding it in host memory.
+    def load(self, index: int, mem: int, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
+        """Fill ``mem[offset:offset + nbytes]`` from the open file ``fd``; returns bytes.
 
-        Needs ``os.preadv`` (Linux, macOS). The file's position stays where it is. A file opened with ``O_DIRECT``
-        works for offsets and sizes that are multiples of its block size.
+        Fewer than ``nbytes`` only at the end of the file; what was there is on the device then. The file's position
+        stays where it is. With ``O_DIRECT``, offsets and sizes must be multiples of the file's block size.
 
         Raises:
-            EOFError: the file ends before ``file_offset + nbytes``. Part of the range may have been written.
-            OSError: it cannot be read.
+            OSError: the file cannot be read. Part of the range may have been written.
         """
-        self._host.load(index, mem + offset, fd, file_offset, nbytes)
+        return self._host.load(index, mem + offset, fd, file_offset, nbytes)
 
     def copy(
         self, src_index: int, src: int, src_offset: int, dst_index: int, dst: int, dst_offset: int, nbytes: int
@@ -151,24 +156,20 @@ class CuPyDriver(Driver):
     def sync(self, index: int) -> None:
         self._select(index).deviceSynchronize()
 
-    def host_alloc(self, index: int, nbytes: int) -> PinnedMemory:
-        """``nbytes`` (> 0) of pinned host memory, for copies of every device. Takes about 0.5 s per GiB: pool it.
+    def host_alloc(self, nbytes: int) -> PinnedMemory:
+        """``nbytes`` (> 0) of pinned host memory, for copies of every device. Takes about 0.5 s per GiB: keep it.
 
         ``write`` and ``read`` know it by its address and copy it straight, at the link's own speed.
         """
-        return self._host.pinned.allocate(self._select(index), nbytes)
+        return self._host.pinned.allocate(self._any_device(), nbytes)
 
-    def host_view_of(self, memory: PinnedMemory) -> memoryview:
+    def host_memory(self, block: PinnedMemory) -> memoryview:
         """The memory as a writable ``memoryview`` of unsigned bytes."""
-        return memory.view()
+        return block.view()
 
-    def host_free(self, index: int, memory: PinnedMemory) -> None:
-        """Give it back. No copy of it is under way.
-
-        Raises:
-            BufferError: a view of it, or an array over one, still exists; nothing has changed then.
-        """
-        self._host.pinned.free(self._select(index), memory)
+    def host_free(self, block: PinnedMemory) -> None:
+        """Give it back. While a view of it exists, or an array over one, it stays as it is."""
+        self._host.pinned.free(self._any_device(), block)
 
     def calibrate(self, index: int) -> CopyTuning:
         """Measure from which size on pageable copies are striped. Takes about 50 ms, and needs 32 MiB of the device.
@@ -184,6 +185,8 @@ class CuPyDriver(Driver):
     def close(self) -> None:
         self._peers.clear()
         try:
+            if self._host.pinned.unviewed:
+                self._host.pinned.sweep(self._any_device())
             self._host.close()
         finally:
             self._contexts.release()
@@ -233,7 +236,12 @@ class CuPyDriver(Driver):
         """Make ``index`` the calling thread's device; returns the runtime."""
         self._contexts.retain(index)
         self._runtime.setDevice(index)
+        self._recent = index
         return self._runtime
+
+    def _any_device(self) -> Any:
+        """Select a device whose context exists, the first if there is none: pinning needs one, no matter which."""
+        return self._select(self._recent)
 
     def _on_stream(self, index: int) -> tuple[Any, int]:
         runtime = self._select(index)

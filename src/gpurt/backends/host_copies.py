@@ -21,7 +21,7 @@ from gpurt.backends.cupy_runtime import (
 from gpurt.backends.pinned import PinnedHost
 from gpurt.backends.staging import Crew, join_crew, leave_crew
 from gpurt.backends.staging_member import STRIPE_BYTES
-from gpurt.backends.transfer import Download, FileLoad, Upload, cut, read_fully
+from gpurt.backends.transfer import Download, FileLoad, Upload, cut
 
 Direction = Literal["write", "read"]
 
@@ -60,26 +60,31 @@ class HostCopies:
         else:
             self._striped(crew, direction, index, address, place, nbytes)
 
-    def load(self, index: int, address: int, fd: int, file_offset: int, nbytes: int) -> None:
+    def load(self, index: int, address: int, fd: int, file_offset: int, nbytes: int) -> int:
         """Fill device memory from an open file, through the crew's pinned buffers.
 
+        Returns bytes, counted from the beginning: fewer than asked for only at the end of the file.
+
         Raises:
-            EOFError: the file is shorter than ``file_offset + nbytes``; what was there has been copied, or not.
             OSError: it cannot be read.
         """
         crew = self._joined(index)
         stripes = cut(nbytes, STRIPE_BYTES, crew.size)
+        if not stripes:
+            return 0
+        transfer = FileLoad(index, address, fd, file_offset, stripes)
 
         def plain(start: int, size: int) -> None:
             buffer = plain_buffer(size)
-            read_fully(fd, memoryview(buffer), file_offset + start)
-            self._plain("write", index, address + start, address_of(buffer), size)
+            if got := transfer.read(memoryview(buffer), start):
+                self._plain("write", index, address + start, address_of(buffer), got)
 
         if crew.size:
-            crew.run(FileLoad(index, address, fd, file_offset, stripes), plain)
+            crew.run(transfer, plain)
         else:
             for start, size in stripes:
                 plain(start, size)
+        return transfer.loaded
 
     def tuning(self, index: int) -> CopyTuning:
         """What is known of the device in this process, measured now if nothing is."""

@@ -6,16 +6,14 @@ import ctypes
 import threading
 import weakref
 from bisect import bisect_right, insort
+from collections import deque
 from typing import Any
 
 from gpurt.backends.cupy_runtime import HOST_ALLOC_PORTABLE
 
 
 class PinnedMemory:
-    """One allocation of page-locked host memory: copies to and from it run at the link's own speed.
-
-    Made by :meth:`PinnedHost.allocate`. Allocating takes about 0.5 s per GiB: keep it and use it again.
-    """
+    """One allocation of page-locked host memory: copies to and from it run at the link's own speed."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
@@ -29,19 +27,11 @@ class PinnedMemory:
         # memoryview(ctypes array) has format "<B", which memoryview.cast does not take.
         return np.frombuffer(self._array, np.uint8).data
 
-    def retire(self) -> None:
-        """The memory goes away: no more views.
-
-        Raises:
-            BufferError: a view, or something made from one, still exists. Nothing has changed then.
-        """
-        # Whatever was made from a view refers to the array in the end, and nothing else does.
-        alive = weakref.ref(self._array)
+    def retire(self) -> Any | None:
+        """No more views. What the existing ones refer to in the end, None when there are none."""
+        reference = weakref.ref(self._array)
         self._array = None
-        array = alive()
-        if array is not None:
-            self._array = array
-            raise BufferError(f"{self.nbytes:,} bytes of pinned host memory are still viewed: drop the views first")
+        return reference()
 
 
 class PinnedHost:
@@ -51,6 +41,8 @@ class PinnedHost:
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._sizes: dict[int, int] = {}
+        self.unviewed: deque[int] = deque()
+        """Addresses given back while they were viewed, whose views are gone since."""
 
     def allocate(self, runtime: Any, nbytes: int) -> PinnedMemory:
         """``nbytes`` (> 0), pinned for every device. The calling thread has selected one.
@@ -58,6 +50,7 @@ class PinnedHost:
         Raises:
             CUDARuntimeError: status 2 when no more can be pinned.
         """
+        self.sweep(runtime)
         memory = PinnedMemory(runtime.hostAlloc(nbytes, HOST_ALLOC_PORTABLE), nbytes)
         with self._lock:
             insort(self._starts, memory.address)
@@ -65,16 +58,21 @@ class PinnedHost:
         return memory
 
     def free(self, runtime: Any, memory: PinnedMemory) -> None:
-        """Give it back.
+        """Give it back: now, or once nothing refers to a view of it any more.
 
-        Raises:
-            BufferError: it is still viewed, see :meth:`PinnedMemory.retire`.
+        In that case it is unpinned by a later call here, because views end on any thread, the event loop's too.
         """
-        memory.retire()
-        with self._lock:
-            self._starts.remove(memory.address)
-            del self._sizes[memory.address]
-        runtime.freeHost(memory.address)
+        self.sweep(runtime)
+        viewed = memory.retire()
+        if viewed is None:
+            self._release(runtime, memory.address)
+        else:
+            weakref.finalize(viewed, self.unviewed.append, memory.address).atexit = False
+
+    def sweep(self, runtime: Any) -> None:
+        """Unpin what has been given back and is not viewed any more. The calling thread has selected a device."""
+        while self.unviewed:
+            self._release(runtime, self.unviewed.popleft())
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Whether the whole range is pinned."""
@@ -84,3 +82,9 @@ class PinnedHost:
                 return False
             start = self._starts[position - 1]
             return address + nbytes <= start + self._sizes[start]
+
+    def _release(self, runtime: Any, address: int) -> None:
+        with self._lock:
+            self._starts.remove(address)
+            del self._sizes[address]
+        runtime.freeHost(address)

@@ -149,9 +149,11 @@ class Slot:
         self._runtime.memcpyAsync(target, source, size, kind, stream)
 
     def synchronize(self, index: int) -> None:
-        """Wait for what was queued on device ``index``."""
-        self._member.select(index)
-        self._runtime.streamSynchronize(self._streams[index])
+        """Wait for what was queued on device ``index``, if anything was."""
+        stream = self._streams.get(index)
+        if stream is not None:
+            self._member.select(index)
+            self._runtime.streamSynchronize(stream)
 
     def free(self) -> None:
         self.view.release()

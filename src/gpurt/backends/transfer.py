@@ -47,7 +47,8 @@ class Transfer:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._done = threading.Lock()
-        self._done.acquire()
+        if stripes:
+            self._done.acquire()
 
     def begin(self, slot: Slot, start: int, size: int) -> None:
         raise NotImplementedError
@@ -128,28 +129,31 @@ class Download(Transfer):
 
 
 class FileLoad(Transfer):
-    """From the open file ``fd``, beginning at ``file_offset``."""
+    """From the open file ``fd``, beginning at ``file_offset``. :attr:`loaded` tells how much there was."""
 
     def __init__(self, index: int, address: int, fd: int, file_offset: int, stripes: deque[tuple[int, int]]) -> None:
         super().__init__(index, address, stripes)
+        self.loaded = sum(stripes[-1]) if stripes else 0
+        """Bytes that were there, counted from the beginning; fewer than asked for only at the end of the file."""
         self._fd = fd
         self._file_offset = file_offset
+        self._loaded_lock = threading.Lock()
 
     def begin(self, slot: Slot, start: int, size: int) -> None:
-        read_fully(self._fd, slot.view[:size], self._file_offset + start)
-        slot.copy(self.index, self.address + start, slot.address, size, HOST_TO_DEVICE)
+        if got := self.read(slot.view[:size], start):
+            slot.copy(self.index, self.address + start, slot.address, got, HOST_TO_DEVICE)
 
+    def read(self, target: memoryview, start: int) -> int:
+        """Fill ``target`` with what is in the file ``start`` bytes on, without the GIL; returns bytes.
 
-def read_fully(fd: int, target: memoryview, offset: int) -> None:
-    """Fill ``target`` from the file at ``offset``, without the GIL and without moving the file's position.
-
-    Raises:
-        EOFError: the file ends before that.
-        OSError: it cannot be read.
-    """
-    done = 0
-    while done < len(target):
-        got = os.preadv(fd, [target[done:]], offset + done)
-        if not got:
-            raise EOFError(f"the file ends at byte {offset + done:,}, {len(target) - done:,} bytes short of the range")
-        done += got
+        The file's position stays where it is.
+        """
+        done = 0
+        while done < len(target):
+            got = os.preadv(self._fd, [target[done:]], self._file_offset + start + done)
+            if not got:
+                with self._loaded_lock:
+                    self.loaded = min(self.loaded, start + done)
+                break
+            done += got
+        return done

@@ -75,14 +75,14 @@ class _Bench:
         self.handle = await self.backend.allocate(self.device, LARGEST)
         self.other = await self.backend.allocate(self.device, LARGEST)
         self.token = await self._inside(self.driver.alloc, 0, LARGEST)
-        self.pinned = [await self._inside(self.driver.host_alloc, 0, LARGEST) for _ in range(2)]
-        self.views = [self.driver.host_view_of(memory) for memory in self.pinned]
+        self.pinned = [await self._inside(self.driver.host_alloc, LARGEST) for _ in range(2)]
+        self.views = [self.driver.host_memory(memory) for memory in self.pinned]
         await self.backend.copy_to_device(self.raw.pageable.data, self.handle)  # pins, calibrates
 
     async def close(self) -> None:
         self.views.clear()
         for memory in self.pinned:
-            await self._inside(self.driver.host_free, 0, memory)
+            await self._inside(self.driver.host_free, memory)
         await self._inside(self.driver.free, 0, self.token)
         await self._inside(self.driver.detach, 0)
         await self._inside(self.raw.__exit__, None, None, None)

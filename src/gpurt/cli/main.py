@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "worker": ("gpurt.cli.worker", "run a worker node: publish this machine's devices to a master"),
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
     "demo": ("gpurt.cli.demo", "a master and two workers on this machine, for a few seconds"),
+    "load": ("gpurt.cli.load", "load weights from safetensors files to a device, and say how fast"),
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
 }
 

@@ -42,7 +42,7 @@ def stream_file(
             said, or was changed meanwhile.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
             before = os.fstat(file.fileno())
             if not stat.S_ISREG(before.st_mode):
                 raise TransferFailed(f"{path} is not a regular file")
@@ -64,6 +64,11 @@ def stream_file(
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise TransferFailed(f"{path} was changed while it was read", hint="load it again")
     return done
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Opening a FIFO would wait for a writer, for ever perhaps, before we could see that it is no regular file.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _copier(driver: Driver, index: int, mem: Any, path: str) -> Callable[[Any, int, int, int], None]:
