@@ -110,6 +110,10 @@ class Driver(ABC):
         """The allocation as a writable ``memoryview`` of unsigned bytes; only with ``host_visible``."""
         raise NotImplementedError
 
+    def pointer(self, index: int, mem: Any) -> int:
+        """The allocation's device address; only with ``cuda_pointers``."""
+        raise NotImplementedError
+
     def load(self, index: int, mem: Any, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
         """Copy a range of an open file to ``mem[offset:]``; returns bytes, fewer only at the end of the file. Only
         with ``loads_files``."""

@@ -167,6 +167,8 @@ class DriverLifecycle(GuardedBackend):
 
         def free(_: Job) -> None:
             try:
+                if allocation.exported:
+                    self.driver.sync(allocation.index)
                 allocator.release(allocation.index, allocation.block_bytes, allocation.token)
             finally:
                 ledger.release(handle.device_id, handle.size_bytes)

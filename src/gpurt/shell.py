@@ -14,7 +14,7 @@ from typing import Any
 
 from gpurt.copies import DriverCopies
 from gpurt.errors import DeviceLost, GPUError, HandleInUse, OutOfRange, Unsupported
-from gpurt.lane import NOTHING
+from gpurt.lane import NOTHING, Job
 from gpurt.memory.handles import whole_number
 from gpurt.memory.hostbuffer import HostBuffer
 from gpurt.memory.pool import PoolStatistics
@@ -88,7 +88,9 @@ class DriverBackend(DriverCopies):
             raise
         index = allocation.index
         if dispatch.lost(index) or (  # its memory went with it; only the books are left
-            allocation.chain.idle and self._allocator.keep(index, allocation.block_bytes, allocation.token)
+            allocation.chain.idle
+            and not allocation.exported
+            and self._allocator.keep(index, allocation.block_bytes, allocation.token)
         ):
             self._handles.remove(allocation)
             self.ledger.release(handle.device_id, handle.size_bytes)
@@ -139,23 +141,26 @@ class DriverBackend(DriverCopies):
     async def view(self, handle: MemoryHandle, shape: Sequence[int] | None = None, dtype: str = "uint8") -> DeviceView:
         dispatch, allocation = self._enter_handle(handle, "view")
         index = allocation.index
-        if not self.driver.capabilities.host_visible:
+        capabilities = self.driver.capabilities
+        if not (capabilities.host_visible or capabilities.cuda_pointers):
             raise Unsupported(
-                "device memory is not visible to the host",
+                "device memory is visible neither to the host nor to other libraries",
                 backend=self.name,
                 device_id=handle.device_id,
                 operation="view",
                 hint="use copy_into",
             )
 
+        def attach(_: Job) -> None:
+            if capabilities.host_visible:
+                view.attach(self.driver.host_view(index, allocation.token))
+            else:
+                allocation.exported = True
+                view.attach_pointer(self.driver.pointer(index, allocation.token), index)
+
         view = DeviceView(handle, shape, dtype)
         allocation.add_view(view)
-        job = dispatch.submit(
-            index,
-            "memory",
-            lambda _: view.attach(self.driver.host_view(index, allocation.token)),
-            chains=(allocation.chain,),
-        )
+        job = dispatch.submit(index, "memory", attach, chains=(allocation.chain,))
         try:
             await self._outcome(job, index, "view", failure=GPUError)
         except BaseException:

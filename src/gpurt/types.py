@@ -230,6 +230,8 @@ class Capabilities(BaseModel):
     """Copies between two devices can go directly; where they cannot, ``copy`` stages through the host itself."""
     host_visible: bool = False
     """``host_view`` gives a writable ``memoryview`` of device memory."""
+    cuda_pointers: bool = False
+    """``pointer`` gives an address that CUDA's libraries (CuPy, PyTorch) understand."""
     unified_memory: bool = False
     loads_files: bool = False
     """``load`` copies ranges of open files to the device by itself."""

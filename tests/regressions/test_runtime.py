@@ -42,7 +42,7 @@ async def ended(tasks: set[asyncio.Task[Any]], timeout: float = 2.0) -> int:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="lifecycle._close lists the leaked handles before it drains, so one that comes during the drain is never freed",
+    reason="lifecycle._close lists what is leaked before it drains: what comes meanwhile is never freed",
 )
 async def test_shutdown_frees_an_allocation_that_was_under_way() -> None:
     faulty, gate = driver(), threading.Event()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Allocation:
     """A live allocation: the handle that users hold, the driver's token, and what happens to it."""
 
-    __slots__ = ("_views", "block_bytes", "chain", "handle", "index", "token")
+    __slots__ = ("_views", "block_bytes", "chain", "exported", "handle", "index", "token")
 
     def __init__(self, handle: MemoryHandle, index: int, token: Any, block_bytes: int) -> None:
         self.handle = handle
@@ -32,6 +32,8 @@ class Allocation:
         self.block_bytes = block_bytes
         """What the library gave; at least ``handle.size_bytes``."""
         self.chain = Chain()
+        self.exported = False
+        """Another library had its device address, and may have work queued on it that we know nothing of."""
         self._views: list[DeviceView] = []
 
     @property

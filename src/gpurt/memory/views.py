@@ -1,7 +1,12 @@
-"""DeviceView: an allocation as an array, without a copy, where the host can address device memory."""
+"""DeviceView: an allocation as an array, without a copy.
+
+Where the host can address device memory: buffer protocol, NumPy, DLPack. Where the device is CUDA's:
+``__cuda_array_interface__`` version 3 and DLPack, which CuPy and PyTorch take without a copy.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import weakref
@@ -9,7 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from gpurt.errors import HandleInUse, OutOfRange
+from gpurt.errors import HandleInUse, OutOfRange, Unsupported
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
@@ -21,10 +26,13 @@ class DeviceView:
     """A live window on an allocation.
 
     While the view is open, and while an array made from it is alive, ``deallocate`` raises ``HandleInUse``. A
-    ``memoryview`` taken from it ends with ``close``.
+    ``memoryview`` taken from it ends with ``close``. Arrays that another library made on a device are that library's:
+    close the view when they are gone.
 
     Reading and writing through a view is ordered after everything submitted on the handle before ``view`` was
-    called, and against nothing later: await your copies before you touch the array.
+    called, and against nothing later: await your copies before you touch the array. Everything before is complete
+    when ``view`` returns, so a consumer's stream has nothing to wait for; work that a consumer has queued on streams
+    of its own is waited for before the memory is reused.
 
     Use ``with await backend.view(handle, (4, 4), "float32") as view: view.numpy()``.
     """
@@ -35,6 +43,8 @@ class DeviceView:
         self._shape = shape
         self._extents: tuple[int, ...] = ()
         self._memory: memoryview | None = None
+        self._pointer: int | None = None
+        self._device_index = 0
         # Pending counts as in use: a deallocate between the call and its completion must see it.
         self._closed = False
         self._arrays: list[weakref.ref[NDArray[Any]]] = []
@@ -47,6 +57,11 @@ class DeviceView:
         """
         self._extents, nbytes = _extent(self.handle, self._shape, self.dtype)
         self._memory = memory[:nbytes]
+
+    def attach_pointer(self, pointer: int, device_index: int) -> None:
+        """As ``attach``, with a device address of CUDA's device ``device_index``."""
+        self._extents, self._nbytes = _extent(self.handle, self._shape, self.dtype)
+        self._pointer, self._device_index = pointer, device_index
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,6 +85,13 @@ class DeviceView:
         """The view as a NumPy array of its shape and dtype, sharing memory."""
         import numpy as np
 
+        if self._pointer is not None:
+            raise Unsupported(
+                "the memory is a device's, which NumPy cannot address",
+                device_id=self.handle.device_id,
+                operation="DeviceView.numpy",
+                hint="cupy.asarray(view), torch.from_dlpack(view), or backend.copy_into",
+            )
         root: NDArray[Any] = np.frombuffer(self._open(), dtype=self.dtype)
         self._arrays.append(weakref.ref(root))
         return root.reshape(self._extents)
@@ -86,6 +108,43 @@ class DeviceView:
 
         def __buffer__(self, flags: int) -> memoryview:
             return self._open()
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute only where it is true: consumers choose their way by hasattr.
+        if name == "__cuda_array_interface__" and self._pointer is not None:
+            return self._cuda_array_interface()
+        raise AttributeError(f"{type(self).__name__} object has no attribute {name!r}")
+
+    def _cuda_array_interface(self) -> dict[str, Any]:
+        """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3."""
+        import numpy as np
+
+        return {
+            "shape": self._extents,
+            "typestr": np.dtype(self.dtype).str,
+            "data": (self._device_pointer(), False),
+            "version": 3,
+            "strides": None,  # C order
+            "stream": None,  # nothing to wait for
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's device type (1 host, 2 CUDA) and number."""
+        return (1, 0) if self._pointer is None else (2, self._device_index)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """https://dmlc.github.io/dlpack/latest/python_spec.html; the options are the standard's."""
+        if self._pointer is None:
+            return self.numpy().__dlpack__(**options)
+        cupy: Any = importlib.import_module("cupy")
+        options.pop("stream", None)  # complete already, so no stream need wait
+        memory = cupy.cuda.UnownedMemory(self._device_pointer(), self._nbytes, self, self._device_index)
+        return cupy.ndarray(self._extents, self.dtype, cupy.cuda.MemoryPointer(memory, 0)).__dlpack__(**options)
+
+    def _device_pointer(self) -> int:
+        if self._closed or self._pointer is None:
+            raise HandleInUse("the view is closed", device_id=self.handle.device_id, operation="DeviceView")
+        return self._pointer
 
     def close(self) -> None:
         """Let go of the memory. Idempotent. Arrays made from the view keep the handle in use until they die."""
