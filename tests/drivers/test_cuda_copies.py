@@ -296,7 +296,7 @@ def clockwork(plain_ns: Callable[[int], int], striped_ns: Callable[[int], int]) 
 
 @pytest.mark.parametrize(
     ("fixed_ns", "answer_mib", "measured_mib"),
-    [(0, 4, [4, 8]), (400_000, 8, [4, 8, 16]), (900_000, 16, [4, 8, 16, 32]), (10_000_000, None, [4, 8, 16, 32])],
+    [(0, 8, [8, 16]), (900_000, 16, [8, 16, 32]), (2_000_000, 32, [8, 16, 32]), (10_000_000, None, [8, 16, 32])],
 )
 def test_threshold_is_where_striping_starts_to_win(
     fixed_ns: int, answer_mib: int | None, measured_mib: list[int], monkeypatch: pytest.MonkeyPatch
@@ -309,14 +309,14 @@ def test_threshold_is_where_striping_starts_to_win(
 
 
 def test_striping_must_win_clearly() -> None:
-    assert clockwork(lambda size: size, lambda size: size * 95 // 100)[0] is None
+    assert clockwork(lambda size: size, lambda size: size * 9 // 10)[0] is None
 
 
 def test_slow_link_does_not_make_the_calibration_long() -> None:
-    # Half a byte a ns: 4 MiB twice are 17 ms already.
-    answer, measured = clockwork(lambda size: 2 * size, lambda size: size)
-    assert answer == 4 * MIB
-    assert measured == [4 * MIB]
+    # 1 byte a ns: 8 MiB twice are 17 ms already.
+    answer, measured = clockwork(lambda size: size, lambda size: size // 2)
+    assert answer == 8 * MIB
+    assert measured == [8 * MIB]
 
 
 def test_calibration_happens_once_a_process_and_device(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

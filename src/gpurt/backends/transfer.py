@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def cut(nbytes: int, stripe: int, threads: int) -> deque[tuple[int, int]]:
     """``(start, size)`` of every stripe, in order.
 
-    The last two stripes' worth of every thread, and copies that are no longer than that, go in halves: they end
-    together, and start the device sooner. Smaller than that costs more turns at the GIL than it gains.
+    The last two stripes' worth of every thread, and copies that are no longer than that, go in halves: there are
+    enough for every thread then (16 MiB by 8 threads: 24 GB/s with 2 MiB stripes, 18 with 4). Smaller ones cost
+    more turns at the GIL than they gain.
     """
     whole_end = nbytes - 2 * threads * stripe
     stripes: deque[tuple[int, int]] = deque()

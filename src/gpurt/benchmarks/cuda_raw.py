@@ -83,7 +83,51 @@ class RawCopies:
 
     def _copy(self, host: int, kind: int, copy: Callable[[int, int], None]) -> None:
         self.runtime.setDevice(0)
-        copy(*((self.device, host) if kind == HOST_TO_DEVICE else (host, self.device)))
+        copy(*self._sides(kind, host))
+
+    def _sides(self, kind: int, host: int) -> tuple[int, int]:
+        """Target and source."""
+        return (self.device, host) if kind == HOST_TO_DEVICE else (host, self.device)
+
+
+class RawWire(RawCopies):
+    """The same for any size up to ``nbytes``, from any thread, and to memory of the caller's."""
+
+    def memcpy(self, kind: int, nbytes: int) -> None:
+        self._memcpy(kind, nbytes, self.pageable.ctypes.data)
+
+    def memcpy_and_wait(self, kind: int, nbytes: int) -> None:
+        """``cudaMemcpy`` to the device returns when the source may be reused, before the bytes are there."""
+        self.memcpy(kind, nbytes)
+        self.runtime.streamSynchronize(0)
+
+    def read_into(self, target: memoryview) -> None:
+        """One ``cudaMemcpy`` into ``target``."""
+        import numpy as np
+
+        self._memcpy(DEVICE_TO_HOST, len(target), np.frombuffer(target, np.uint8).ctypes.data)
+
+    def straight(self, kind: int, nbytes: int, stream: int | None = None) -> None:
+        """One asynchronous copy of pinned memory."""
+        stream = self.stream if stream is None else stream
+        self.runtime.setDevice(0)
+        self.runtime.memcpyAsync(*self._sides(kind, self.pinned), nbytes, kind, stream)
+        self.runtime.streamSynchronize(stream)
+
+    def straight_on_own_stream(self, kind: int) -> None:
+        self.runtime.setDevice(0)
+        stream = self.runtime.streamCreateWithFlags(NON_BLOCKING)
+        self.straight(kind, self.nbytes, stream)
+        self.runtime.streamDestroy(stream)
+
+    def straight_many(self, nbytes: int) -> None:
+        """``nbytes`` to the device, a multiple of the buffers' size."""
+        for _ in range(nbytes // self.nbytes):
+            self.straight(HOST_TO_DEVICE, self.nbytes)
+
+    def _memcpy(self, kind: int, nbytes: int, host: int) -> None:
+        self.runtime.setDevice(0)
+        self.runtime.memcpy(*self._sides(kind, host), nbytes, kind)
 
 
 def memory_operations(nbytes: int = 256 << 20, rounds: int = 5) -> dict[str, float]:

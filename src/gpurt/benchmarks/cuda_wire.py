@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from gpurt.backends.cuda_backend import CUDABackend
 from gpurt.backends.cupy_driver import CHUNK_BYTES, CuPyDriver
-from gpurt.benchmarks.cuda_raw import DEVICE_TO_HOST, HOST_TO_DEVICE, RawCopies
+from gpurt.benchmarks.cuda_raw import DEVICE_TO_HOST, HOST_TO_DEVICE, RawWire
 from gpurt.benchmarks.measurement import Measurement, Skipped, seconds
 from gpurt.errors import BackendUnavailable
 from gpurt.memory.hostbytes import read_bytes
@@ -71,7 +71,7 @@ class _Bench:
         self.rounds = rounds
 
     async def open(self) -> None:
-        self.raw = await self._inside(RawCopies, LARGEST)
+        self.raw = await self._inside(RawWire, LARGEST)
         self.handle = await self.backend.allocate(self.device, LARGEST)
         self.other = await self.backend.allocate(self.device, LARGEST)
         self.token = await self._inside(self.driver.alloc, 0, LARGEST)
@@ -103,16 +103,18 @@ class _Bench:
             nbytes,
             partial(seconds, ours),
             self._timed(inner),
-            self._timed(self._raw_pageable, kind, nbytes),
+            self._timed(self.raw.memcpy, kind, nbytes),
+            self._timed(self.raw.memcpy_and_wait, kind, nbytes),
             partial(seconds, straight),
             self._timed(inner_pinned),
-            self._timed(self._raw_pinned, kind, nbytes),
+            self._timed(self.raw.straight, kind, nbytes),
         )
-        rate, inner_rate, memcpy, pinned_rate, inner_pinned_rate, ceiling = figures
+        rate, inner_rate, memcpy, complete, pinned_rate, inner_pinned_rate, ceiling = figures
         row = partial(_row, peer=memcpy, peer_name="cudaMemcpy", ceiling=ceiling, ceiling_name="pinned, raw")
         return [
             row(f"{name}, pageable", rate),
             row(f"{name}, pageable, driver alone", inner_rate),
+            _row(f"{name}, pageable, driver alone", inner_rate, peer=complete, peer_name="cudaMemcpy, synchronised"),
             row(f"{name}, pinned", pinned_rate),
             row(f"{name}, pinned, driver alone", inner_pinned_rate),
         ]
@@ -123,10 +125,10 @@ class _Bench:
 
         def memcpy() -> None:
             target = np.empty(nbytes, np.uint8)
-            self._raw_copy(kind=DEVICE_TO_HOST, nbytes=nbytes, host=target.ctypes.data)
+            self.raw.read_into(target.data)
 
         def raw_bytes() -> None:
-            read_bytes(nbytes, self._raw_read)
+            read_bytes(nbytes, self.raw.read_into)
 
         ours, ours_bytes, peer, peer_bytes = await self._rates(
             nbytes,
@@ -153,7 +155,7 @@ class _Bench:
             loop = asyncio.get_running_loop()
             await asyncio.gather(
                 *(
-                    loop.run_in_executor(executor, self._raw_on_new_stream, kind)
+                    loop.run_in_executor(executor, self.raw.straight_on_own_stream, kind)
                     for executor, kind in zip((self.executor, self.second), KINDS.values(), strict=True)
                 )
             )
@@ -169,7 +171,7 @@ class _Bench:
         return [row(f"{name}, pageable", pageable), row(f"{name}, pinned", pinned)]
 
     async def file(self, nbytes: int) -> list[Measurement]:
-        """A file in the page cache, loaded in chunks of 512 MiB."""
+        """A file in the page cache, loaded in the shell's chunks."""
         with tempfile.TemporaryFile() as file:
             for _ in range(nbytes // LARGEST):
                 await self._inside(file.write, self.raw.pageable.data)
@@ -184,11 +186,11 @@ class _Bench:
                 target = memoryview(self.raw.pageable)[:step]
                 for start in range(0, nbytes, step):
                     os.preadv(fd, [target], start)
-                    self._raw_pageable(HOST_TO_DEVICE, step)
+                    self.raw.memcpy(HOST_TO_DEVICE, step)
 
             await self._inside(load)
             ours, peer, ceiling = await self._rates(
-                nbytes, self._timed(load), self._timed(ordinary), self._timed(self._pinned_many, nbytes)
+                nbytes, self._timed(load), self._timed(ordinary), self._timed(self.raw.straight_many, nbytes)
             )
         return [
             _row(
@@ -255,38 +257,7 @@ class _Bench:
         alone = (bulk_alone + bulk_after) / 2
         return [*rows, _row("1 GiB loads beside 4 KiB copies", bulk_beside, peer=alone, peer_name="without them")]
 
-    # Raw calls and clocks, on the executor's threads
-
-    def _raw_pageable(self, kind: int, nbytes: int) -> None:
-        self._raw_copy(kind=kind, nbytes=nbytes, host=self.raw.pageable.ctypes.data)
-
-    def _raw_copy(self, *, kind: int, nbytes: int, host: int) -> None:
-        runtime, device = self.raw.runtime, self.raw.device
-        runtime.setDevice(0)
-        runtime.memcpy(*((device, host) if kind == HOST_TO_DEVICE else (host, device)), nbytes, kind)
-
-    def _raw_read(self, view: memoryview) -> None:
-        import numpy as np
-
-        self._raw_copy(kind=DEVICE_TO_HOST, nbytes=len(view), host=np.frombuffer(view, np.uint8).ctypes.data)
-
-    def _raw_pinned(self, kind: int, nbytes: int, stream: int | None = None) -> None:
-        runtime, device, host = self.raw.runtime, self.raw.device, self.raw.pinned
-        stream = self.raw.stream if stream is None else stream
-        runtime.setDevice(0)
-        runtime.memcpyAsync(*((device, host) if kind == HOST_TO_DEVICE else (host, device)), nbytes, kind, stream)
-        runtime.streamSynchronize(stream)
-
-    def _raw_on_new_stream(self, kind: int) -> None:
-        runtime = self.raw.runtime
-        runtime.setDevice(0)
-        stream = runtime.streamCreateWithFlags(1)
-        self._raw_pinned(kind, LARGEST, stream)
-        runtime.streamDestroy(stream)
-
-    def _pinned_many(self, nbytes: int) -> None:
-        for _ in range(nbytes // LARGEST):
-            self._raw_pinned(HOST_TO_DEVICE, LARGEST)
+    # Clocks
 
     async def _inside(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)

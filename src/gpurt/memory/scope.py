@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import anyio
 
@@ -28,7 +28,7 @@ def current_scope() -> MemoryScope | None:
 
 @dataclass(frozen=True, slots=True)
 class ScopedArray:
-    """An allocation with a shape: ``shape`` elements of the NumPy dtype named ``dtype``, C order."""
+    """An allocation with a shape: ``shape`` elements of type ``dtype``, C order."""
 
     handle: MemoryHandle
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class MemoryScope:
     async def allocate(
         self, shape: int | Sequence[int], dtype: str = "uint8", *, device_id: str | None = None
     ) -> ScopedArray:
-        """Allocate an array. ``shape``: extents, or one number of elements; ``dtype``: a NumPy dtype's name.
+        """Allocate an array. ``shape``: extents, or one number of elements; ``dtype``: ``float32``, ``bfloat16``, …
 
         Raises:
             OutOfRange: unknown dtype, no element, or a negative extent. OutOfMemory.
@@ -107,15 +107,22 @@ class MemoryScope:
             raise errors[0] if len(errors) == 1 else ExceptionGroup("freeing a memory scope", errors)
 
 
-def _itemsize(dtype: str) -> int:
-    # Names of the dtypes that checkpoints use and NumPy does not know; NumPy itself is asked for the rest.
-    if dtype in ("bfloat16",):
-        return 2
-    if dtype.startswith("float8"):
-        return 1
-    import numpy as np
+# A table and not NumPy: importing that takes 0.1 s, and this runs on the event loop. Checkpoints also have types that
+# NumPy does not know.
+_ITEM_BYTES: Final = {
+    "bool": 1,
+    **{f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": bits // 8 for bits in (16, 32, 64)},
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
 
-    try:
-        return np.dtype(dtype).itemsize
-    except TypeError as exc:
-        raise OutOfRange(f"{dtype!r} is not a NumPy dtype", operation="memory_scope") from exc
+
+def _itemsize(dtype: str) -> int:
+    size = _ITEM_BYTES.get(dtype)
+    if size is None:
+        raise OutOfRange(f"{dtype!r} is not one of {', '.join(_ITEM_BYTES)}", operation="memory_scope")
+    return size

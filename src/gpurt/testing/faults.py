@@ -38,6 +38,11 @@ Method = Literal[
     "detach",
     "trim",
     "host_view",
+    "pointer",
+    "load",
+    "host_alloc",
+    "host_memory",
+    "host_free",
 ]
 
 
@@ -247,6 +252,26 @@ class FaultyDriver(Driver):
     def host_view(self, index: int, mem: Any) -> memoryview:
         self._enter("host_view", index)
         return self.inner.host_view(index, mem)
+
+    def pointer(self, index: int, mem: Any) -> int:
+        self._enter("pointer", index)
+        return self.inner.pointer(index, mem)
+
+    def load(self, index: int, mem: Any, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
+        self._enter("load", index, nbytes)
+        return self.inner.load(index, mem, offset, fd, file_offset, nbytes)
+
+    def host_alloc(self, nbytes: int) -> Any:
+        self._enter("host_alloc", nbytes=nbytes)
+        return self.inner.host_alloc(nbytes)
+
+    def host_memory(self, block: Any) -> memoryview:
+        self._enter("host_memory")
+        return self.inner.host_memory(block)
+
+    def host_free(self, block: Any) -> None:
+        self._enter("host_free")
+        self.inner.host_free(block)
 
     # Inside
 
