@@ -256,8 +256,8 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
     """
     try:
         view = memoryview(buffer)
-    except TypeError as exc:
-        raise OutOfRange(f"{type(buffer).__name__} has no buffer interface", hint="pass bytes or an array") from exc
+    except (TypeError, ValueError, BufferError) as exc:  # also released views, and arrays of types without a format
+        raise OutOfRange(f"{type(buffer).__name__} gives no buffer: {exc}", hint="pass bytes or an array") from exc
     if not view.c_contiguous:
         view.release()
         raise OutOfRange("the buffer is not C-contiguous", hint="pass numpy.ascontiguousarray(array)")

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 import anyio
 
 from gpurt.driver import Driver
-from gpurt.errors import DeviceLost, DeviceUnresponsive, GPUError
+from gpurt.errors import BackendClosed, DeviceLost, DeviceUnresponsive, GPUError
 from gpurt.lane import Job, Lane, Mailbox
 from gpurt.order import Chain, Order, Queue
 
@@ -227,9 +227,14 @@ class Dispatcher:
     def _interrupt(self, index: int, error: Callable[[int], BaseException]) -> None:
         # An error of its own for each: callers add their context to what they catch.
         for job in self._order.outstanding(index):
-            if job.future is not None and not job.future.done() and not job.finished:
-                job.interruption = error(index)
-                job.future.set_result(None)
+            self._wake(job, lambda: error(index))
+
+    def _wake(self, job: Job, error: Callable[[], BaseException]) -> None:
+        """Let the caller of an unfinished job go, with an error; not one of a loop that is closed."""
+        future = job.future
+        if future is not None and not future.done() and not job.finished and future.get_loop() is self.loop:
+            job.interruption = error()
+            future.set_result(None)
 
     def _arm(self, delay: float) -> None:
         self._watch = self.loop.call_later(max(delay, _WATCH_FLOOR_S), self._look)
@@ -317,6 +322,9 @@ class Dispatcher:
     def stop(self) -> None:
         """Stop every lane; nothing is sent any more. Calls still inside the driver are left to themselves."""
         self._order.close()
+        name = self._driver.name
+        for job in self._order.outstanding():
+            self._wake(job, lambda: BackendClosed("shut down while this call was under way", backend=name))
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

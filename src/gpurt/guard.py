@@ -55,10 +55,10 @@ class GuardedBackend(GPUBackend):
         if max_pending < 1:
             raise ValueError(f"max_pending must be at least 1, not {max_pending!r}")
         limits = memory_limit.values() if isinstance(memory_limit, Mapping) else (memory_limit,)
-        if any(limit is not None and limit < 0 for limit in limits):
+        if any(limit is not None and not limit >= 0 for limit in limits):
             raise ValueError(f"memory_limit must not be negative: {memory_limit!r}")
         for what, value in (("pool_bytes", pool_bytes), ("host_buffer_limit", host_buffer_limit)):
-            if value is not None and value < 0:
+            if value is not None and not value >= 0:
                 raise ValueError(f"{what} must not be negative: {value!r}")
         self.driver = driver
         self.ledger = Ledger()
@@ -81,6 +81,9 @@ class GuardedBackend(GPUBackend):
         self._opening: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._open = False
+        self._driver_open = False
+        self._arriving = 0
+        """Calls of ``allocate`` that have not returned."""
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -108,7 +111,7 @@ class GuardedBackend(GPUBackend):
 
     async def get_device(self, device_id: str) -> GPUDevice | None:
         self._enter()
-        index = self._index.get(device_id)
+        index = self._index.get(device_id) if isinstance(device_id, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         return None if index is None else self._present(index)
 
     def _present(self, index: int) -> GPUDevice:
@@ -211,12 +214,27 @@ class GuardedBackend(GPUBackend):
         except Exception as exc:
             error = await self._translate(exc, index, operation, failure, requested, on_host)
             if isinstance(error, DeviceLost) and not isinstance(error, DeviceUnresponsive):
-                dispatch.mark_lost(index, error)
-                if also_index is not None:
-                    dispatch.mark_lost(also_index, error)
+                if also_index is None or also_index == index:
+                    dispatch.mark_lost(index, error)
+                else:
+                    await self._find_lost(dispatch, (index, also_index), error)
             if error is exc:
                 raise
             raise error from exc
+
+    async def _find_lost(self, dispatch: Dispatcher, indexes: tuple[int, int], error: GPUError) -> None:
+        """One of two devices is lost, and the library does not say which: ask each."""
+        jobs = [dispatch.submit(index, "sync", lambda _, index=index: self.driver.sync(index)) for index in indexes]
+        for index, job in zip(indexes, jobs, strict=True):
+            try:
+                await dispatch.finished(job)
+                job.take()
+            except DeviceUnresponsive:
+                continue
+            except Exception as exc:
+                kind = type(exc) if isinstance(exc, GPUError) else self.driver.classify(exc)
+                if kind is not None and issubclass(kind, DeviceLost):
+                    dispatch.mark_lost(index, error)
 
     async def _translate(
         self, exc: Exception, index: int, operation: str, failure: type[GPUError], requested: int | None, on_host: bool

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import contextvars
+import inspect
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
@@ -136,10 +137,12 @@ class Job:
         try:
             value = self._context.run(call, self)
         except BaseException as exc:
-            # The driver's frames hang in the traceback and hold arrays over the caller's buffer, which must not
-            # stay exported for as long as somebody keeps the error.
-            traceback.clear_frames(exc.__traceback__)
+            _clear_frames(exc)
             error = exc
+            if not isinstance(exc, Exception):
+                # In the caller's task SystemExit would stop the loop, and CancelledError would look like its own.
+                error = RuntimeError(f"driver code raised {type(exc).__name__}")
+                error.__cause__ = exc
         del call
         self.call = None  # the closure holds the caller's buffers
         with self._claim:
@@ -149,6 +152,15 @@ class Job:
                 self.value, self.error = value, error
         if orphan:
             self._undo(value, error)
+
+    def fail(self, error: Exception) -> None:
+        """There is no lane to run it: the outcome is ``error``."""
+        with self._claim:
+            if self._stage is not _Stage.WAITING:
+                return
+            self._stage = _Stage.FINISHED
+            self.error = error
+        self.call = None
 
     def announce(self) -> None:
         """Lane thread: wake the caller. After the order knows, so that the caller finds its job complete."""
@@ -299,6 +311,7 @@ class Lane(Executor):
 
         Raises:
             GPUError: in a forked child (the thread did not survive the fork), or after ``stop``.
+            RuntimeError: the process can have no more threads.
         """
         if os.getpid() != self._pid:
             raise GPUError(f"lane {self.name} belongs to the parent process", hint="create backends after fork")
@@ -307,8 +320,9 @@ class Lane(Executor):
             if self._stopping:
                 raise GPUError(f"lane {self.name} is stopped")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread  # only now: one that could not be started may be tried again
                 _lanes.add(self)
             self._queue.put(job)
 
@@ -364,6 +378,20 @@ class Lane(Executor):
                 self._on_stop()
         finally:
             self._stopped.set()
+
+
+def _clear_frames(exc: BaseException) -> None:
+    """Let go of what the frames of a failed call hold: arrays over the caller's buffer must not stay exported for as
+    long as somebody keeps the error. Unlike ``traceback.clear_frames`` it leaves suspended coroutines alone, which an
+    exception object that is raised twice still has in its traceback: clearing would end them.
+    """
+    suspendable = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+    step = exc.__traceback__
+    while step is not None:
+        if not step.tb_frame.f_code.co_flags & suspendable:
+            with contextlib.suppress(RuntimeError):  # still executing: ours
+                step.tb_frame.clear()
+        step = step.tb_next
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()

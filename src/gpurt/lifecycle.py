@@ -11,7 +11,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from gpurt.dispatch import Dispatcher
 from gpurt.driver import Driver
@@ -25,6 +25,9 @@ from gpurt.types import GPUDevice
 
 log = logging.getLogger("gpurt.lifecycle")
 
+TAKEOVER_TIMEOUT_S: Final = 1.0
+"""For the calls that an event loop left behind when it was closed in the middle of a shutdown."""
+
 
 class DriverLifecycle(GuardedBackend):
     """Adds ``initialize`` and ``shutdown``."""
@@ -37,6 +40,8 @@ class DriverLifecycle(GuardedBackend):
             if self._loop is loop:
                 return
             await self.shutdown()  # its loop is closed: start afresh
+        elif self._driver_open:
+            await self.shutdown(timeout=TAKEOVER_TIMEOUT_S)  # a shutdown that died with its loop
         self._loop = loop
         opening = self._opening = loop.create_future()
         try:
@@ -98,7 +103,7 @@ class DriverLifecycle(GuardedBackend):
         limits = {name: limit.get(name) if isinstance(limit, Mapping) else limit for name in self._index}
         self._allocator = Allocator(self.driver, self.ledger, limits, self._pool_bytes)
         self._host_pool = HostPool(self.driver, self._host_buffer_limit)
-        self._open = True
+        self._open = self._driver_open = True
 
     # Closing
 
@@ -119,27 +124,35 @@ class DriverLifecycle(GuardedBackend):
         await asyncio.shield(self._closing)
 
     async def _close(self, dispatch: Dispatcher, timeout: float | None) -> None:
-        was_open, self._open = self._open, False
-        leaked = list(self._handles)
-        if leaked:
-            _warn_leaks(self.name, leaked)
         try:
-            if was_open:
-                async with asyncio.timeout(timeout):
-                    await self._close_driver(dispatch, leaked)
+            async with asyncio.timeout(timeout):
+                if self._opening is not None:  # opened first, closed then: never half of both
+                    await asyncio.wait({self._opening})
+                self._open = False
+                if self._driver_open:
+                    await self._close_driver(dispatch)
         except TimeoutError:
             log.warning("%s: driver calls still run after %s s; their threads are left behind", self.name, timeout)
         except Exception as exc:
             self._on_background_error(exc)
         finally:
             dispatch.stop()
-            self._dispatch = None
-            self._handles = HandleTable()
-            self._devices, self._index = (), {}
-            self._closing = None
+            # Not so for a shutdown that died with its loop and is only collected now: another opening may have begun.
+            if self._dispatch is dispatch:
+                self._dispatch = None
+                self._open = self._driver_open = False
+                self._handles = HandleTable()
+                self._devices, self._index = (), {}
+                self._closing = None
 
-    async def _close_driver(self, dispatch: Dispatcher, leaked: list[Allocation]) -> None:
+    async def _close_driver(self, dispatch: Dispatcher) -> None:
+        leaked = list(self._handles)
+        if leaked:
+            _warn_leaks(self.name, leaked)
         await dispatch.drain()
+        while self._arriving:  # allocations that are there and whose callers have not been told yet
+            await asyncio.sleep(0)
+        leaked = list(self._handles)
         present = [index for index in range(len(self._devices)) if not dispatch.lost(index)]
         jobs = [self._submit_free(dispatch, one) for one in leaked if one.index in present]
         jobs += [

@@ -138,5 +138,10 @@ class Order:
         queue.pending += 1
         if self._closed:
             skipped.append(job)
-        else:
+            return
+        try:
             queue.lane.put(job)
+        except Exception as exc:  # the lane's thread cannot be started: this call fails, others are not held up
+            job.fail(exc)
+            job.announce()
+            skipped.append(job)

@@ -15,11 +15,11 @@ from typing import Any
 from gpurt.copies import DriverCopies
 from gpurt.errors import DeviceLost, GPUError, HandleInUse, OutOfRange, Unsupported
 from gpurt.lane import NOTHING, Job
-from gpurt.memory.handles import whole_number
+from gpurt.memory.handles import brief, whole_number
 from gpurt.memory.hostbuffer import HostBuffer
 from gpurt.memory.pool import PoolStatistics
 from gpurt.memory.views import DeviceView
-from gpurt.types import MemoryHandle, MemoryInfo, Telemetry
+from gpurt.types import DeviceState, MemoryHandle, MemoryInfo, Telemetry
 
 
 class DriverBackend(DriverCopies):
@@ -53,7 +53,7 @@ class DriverBackend(DriverCopies):
                 raise OutOfRange(f"the largest single allocation of this library is {largest:,} bytes")
             ledger.reserve(device_id, nbytes)
         except GPUError as exc:
-            self._tell(exc, index, f"allocate({size_bytes!r} B)")
+            self._tell(exc, index, f"allocate({brief(size_bytes)} B)")
             raise
         block_bytes = allocator.block_bytes(index, nbytes)
         token = allocator.take(index, block_bytes)
@@ -69,7 +69,11 @@ class DriverBackend(DriverCopies):
             classed = block_bytes
             job = dispatch.submit(index, "memory", lambda _: allocator.make(index, nbytes, classed), undo=undo)
             operation = f"allocate({nbytes} B)"
-            token, block_bytes = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
+            self._arriving += 1
+            try:
+                token, block_bytes = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
+            finally:
+                self._arriving -= 1
         ledger.commit(device_id, nbytes)
         return self._handles.add(device_id, index, nbytes, token, block_bytes)
 
@@ -115,7 +119,7 @@ class DriverBackend(DriverCopies):
             block_bytes = pool.block_bytes(nbytes)
             pool.reserve(block_bytes)
         except GPUError as exc:
-            self._tell(exc, index, f"host_buffer({size_bytes!r} B)")
+            self._tell(exc, index, f"host_buffer({brief(size_bytes)} B)")
             raise
         block = pool.take(block_bytes)
         if block is None:
@@ -171,7 +175,8 @@ class DriverBackend(DriverCopies):
     async def trim(self, device_id: str | None = None) -> int:
         if device_id is None:
             self._enter()
-            return sum([await self.trim(device.device_id) for device in self._devices])
+            present = [device.device_id for device in self.devices if device.state is not DeviceState.LOST]
+            return sum([await self.trim(device_id) for device_id in present])
         dispatch, index = self._enter_device(device_id)
         job = dispatch.submit(index, "memory", lambda _: self._allocator.trim(index) + self._host_pool.free_all())
         return await self._outcome(job, index, "trim")

@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "waiting calls are not told of a hang",
         "dispatch.py",
-        "                job.future.set_result(None)\n",
-        "                pass\n",
+        "            future.set_result(None)\n",
+        "            pass\n",
         "hung_call_fails",
     ),
     Mutant(

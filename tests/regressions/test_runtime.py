@@ -40,10 +40,6 @@ async def ended(tasks: set[asyncio.Task[Any]], timeout: float = 2.0) -> int:
     return len(done)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="lifecycle._close lists what is leaked before it drains: what comes meanwhile is never freed",
-)
 async def test_shutdown_frees_an_allocation_that_was_under_way() -> None:
     faulty, gate = driver(), threading.Event()
     backend = DriverBackend(faulty)
@@ -60,10 +56,6 @@ async def test_shutdown_frees_an_allocation_that_was_under_way() -> None:
     assert order == ["alloc", "free", "close"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="dispatch.stop() cancels the hang clock and interrupts nobody: callers wait as long as the driver hangs",
-)
 async def test_shutdown_of_a_hung_driver_lets_the_waiting_callers_go() -> None:
     faulty, gate = driver(), threading.Event()
     backend = DriverBackend(faulty)
@@ -79,9 +71,6 @@ async def test_shutdown_of_a_hung_driver_lets_the_waiting_callers_go() -> None:
         gate.set()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="order skips held jobs after close() without completing them: neither outcome nor undo, ever"
-)
 async def test_shutdown_of_a_hung_driver_lets_the_callers_go_who_waited_for_a_place() -> None:
     faulty, gate = driver(), threading.Event()
     backend = DriverBackend(faulty, max_pending=1)
@@ -97,10 +86,6 @@ async def test_shutdown_of_a_hung_driver_lets_the_callers_go_who_waited_for_a_pl
     assert await ended(writing) == 3
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="lifecycle._close drops the dispatcher under a running open; initialize() then succeeds on it, never closed",
-)
 async def test_shutdown_during_initialize_leaves_nothing_open() -> None:
     faulty, gate = driver(), threading.Event()
     faulty.inject(Fault("open", gate=gate))
@@ -120,9 +105,6 @@ async def test_shutdown_during_initialize_leaves_nothing_open() -> None:
     assert [call.method for call in faulty.calls] == ["open", "close"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="lane.put keeps the thread that did not start, and order keeps the job: every later call hangs"
-)
 async def test_a_thread_that_could_not_be_started_costs_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -162,10 +144,6 @@ async def test_a_pooled_backend_keeps_to_the_largest_allocation_of_the_library()
         await backend.deallocate(await backend.allocate(FIRST, 3 << 20))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="views.close() counts as closed although release() failed: the pool hands the block to the next allocation",
-)
 async def test_memory_that_an_array_still_looks_into_is_not_given_to_the_next() -> None:
     import numpy as np
 
@@ -183,7 +161,6 @@ async def test_memory_that_an_array_still_looks_into_is_not_given_to_the_next() 
         await backend.deallocate(handle)
 
 
-@pytest.mark.xfail(strict=True, reason="guard._outcome marks source and target lost, whichever it was")
 async def test_a_copy_to_a_lost_device_does_not_lose_the_other_one() -> None:
     faulty = driver()
     async with DriverBackend(faulty) as backend:
@@ -196,11 +173,6 @@ async def test_a_copy_to_a_lost_device_does_not_lose_the_other_one() -> None:
         await backend.deallocate(target)
 
 
-@pytest.mark.xfail(
-    sys.version_info < (3, 13),  # where clear() refuses a suspended frame
-    strict=True,
-    reason="lane.Job.run clears every frame of the traceback, also those of suspended coroutines, and ends them",
-)
 async def test_an_exception_that_a_driver_raises_twice_harms_no_caller() -> None:
     # The traceback of an exception object that is raised again still has the frames of the first time, among them
     # those of a caller that is suspended: it waits for the numbers of its OutOfMemory.
@@ -219,7 +191,6 @@ async def test_an_exception_that_a_driver_raises_twice_harms_no_caller() -> None
         assert [type(outcome) for outcome in outcomes] == [OutOfMemory, OutOfMemory]
 
 
-@pytest.mark.xfail(strict=True, reason="the finally of a collected _close task wipes the state of the next opening")
 def test_a_shutdown_that_died_with_its_loop_does_not_close_the_next_opening() -> None:
     faulty, gate = driver(), threading.Event()
     backend = DriverBackend(faulty)
@@ -253,7 +224,6 @@ def test_a_shutdown_that_died_with_its_loop_does_not_close_the_next_opening() ->
 HUGE = 10**5000  # more digits than Python is willing to print
 
 
-@pytest.mark.xfail(strict=True, reason="messages format numbers of any length; byte_view lets ValueError through")
 @pytest.mark.parametrize(
     "call",
     [
@@ -277,7 +247,6 @@ async def test_bad_arguments_are_errors_of_ours(call: Callable[[Any, Any], Await
             await backend.deallocate(handle)
 
 
-@pytest.mark.xfail(strict=True, reason="guard.get_device looks an unhashable name up")
 async def test_a_device_name_that_cannot_be_one_is_no_device() -> None:
     async with CPUBackend() as backend:
         assert await backend.get_device(["cpu:0"]) is None  # pyright: ignore[reportArgumentType]
@@ -295,9 +264,6 @@ def _unbufferable() -> Any:
     return np.zeros(4, "M8[s]")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="lane.Job re-raises SystemExit of driver code in the caller's task, which stops the event loop"
-)
 def test_a_driver_that_tries_to_end_the_process_does_not_stop_the_loop() -> None:
     class Leaver(SimulatedDriver):
         def telemetry(self, index: int) -> Telemetry:

@@ -1,6 +1,68 @@
 """The cluster layer: nodes tell what they have, a master keeps the picture.
 
-Import from the modules: ``bus`` (the contract of an engine), ``inprocess`` and ``zenoh_engine`` (engines),
-``publisher`` and ``worker`` (a node's side), ``observer``, ``view`` and ``master`` (the other side). Nothing is
-imported here, so that a worker without the ``cluster`` extra can still load what it needs.
+A node's side is :class:`NodePublisher` (or :func:`run_worker`, which does all of it), a master's side
+:class:`ClusterObserver` with a :class:`MasterView` (or :func:`run_master`). Both speak over an engine:
+:class:`ZenohEngine` between machines, :class:`InProcessEngine` inside one process.
+
+The names are imported on first use, so that a worker without the ``cluster`` extra can still load what it needs.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpurt.cluster.changes import Change, ChangeKind
+    from gpurt.cluster.epoch import Epoch
+    from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
+    from gpurt.cluster.master import MasterConfig, run_master
+    from gpurt.cluster.observer import ClusterObserver
+    from gpurt.cluster.publisher import NodePublisher
+    from gpurt.cluster.state import HostInfo, this_host
+    from gpurt.cluster.view import MasterView
+    from gpurt.cluster.worker import WorkerConfig, run_worker
+    from gpurt.cluster.zenoh_engine import ZenohEngine
+
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "ClusterObserver",
+    "Epoch",
+    "HostInfo",
+    "InProcessBus",
+    "InProcessEngine",
+    "MasterConfig",
+    "MasterView",
+    "NodePublisher",
+    "WorkerConfig",
+    "ZenohEngine",
+    "run_master",
+    "run_worker",
+    "this_host",
+]
+
+_HOMES = {
+    "changes": ("Change", "ChangeKind"),
+    "epoch": ("Epoch",),
+    "inprocess": ("InProcessBus", "InProcessEngine"),
+    "master": ("MasterConfig", "run_master"),
+    "observer": ("ClusterObserver",),
+    "publisher": ("NodePublisher",),
+    "state": ("HostInfo", "this_host"),
+    "view": ("MasterView",),
+    "worker": ("WorkerConfig", "run_worker"),
+    "zenoh_engine": ("ZenohEngine",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

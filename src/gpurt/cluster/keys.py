@@ -16,6 +16,8 @@ EVENTS: Final = "ev"
 STATE: Final = "state"
 LIVE: Final = "live"
 COMMAND: Final = "cmd"
+FLUSH: Final = "flush"
+"""Nobody answers here: a question to it only travels behind what was sent before."""
 
 ANY: Final = "*"
 """In place of a node: every node of the cluster."""

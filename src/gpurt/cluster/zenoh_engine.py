@@ -18,8 +18,9 @@ from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.zenoh_hub import watch_hub
 from gpurt.cluster.zenoh_node import ZenohNode
-from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, session_config
+from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from gpurt.errors import GPUError
 from gpurt.lane import Lane
@@ -127,26 +128,32 @@ class ZenohEngine:
                     raise
                 if not told:
                     # Once, and to be seen: the address may be one at which there will never be a hub.
-                    _log.warning("waiting for a hub at %s: %s", self.endpoint, exc.message)
+                    _log.warning("waiting for a hub at %s (%s)", self.endpoint, plain(exc.__cause__))
                     told = True
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self.settings.retry_longest_s)
             if self._lane is not lane:
                 raise BusClosed("the bus was closed while it was being started")
             if opened:
+                if told:
+                    _log.warning("connected to the hub at %s", self.endpoint)
                 return
 
     def _open_session(self, opened: list[Any]) -> None:
         self._zenoh = zenoh = load_zenoh()
         config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings)
         try:
-            opened.append(zenoh.open(config))
+            session = zenoh.open(config)
         except zenoh.ZError as exc:
             if not self.listen:
-                raise BusUnavailable(f"no hub at {self.endpoint}: {exc}", hint="start the master") from exc
+                raise BusUnavailable(f"no hub at {self.endpoint}: {plain(exc)}", hint="start the master") from exc
             raise BusUnavailable(
-                f"cannot listen on {self.endpoint}: {exc}", hint="is another master running? choose another port"
+                f"cannot listen on {self.endpoint}: {plain(exc)}",
+                hint="is another master running? choose another port",
             ) from exc
+        opened.append(session)
+        if not self.listen:
+            watch_hub(session, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session)
 
     # A node
 
@@ -169,7 +176,7 @@ class ZenohEngine:
     async def leave(self) -> None:
         node, self._node = self._node, None
         if node is not None and self._lane is not None:
-            await self._call(node.undeclare)
+            await self._call(node.leave, self._session)
 
     async def set_state(self, state: bytes) -> None:
         node = self._joined()

@@ -6,13 +6,17 @@ Every function here blocks and runs on the engine's lane; callbacks run on zenoh
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from gpurt.cluster.bus import MAX_COMMAND_BYTES
 from gpurt.cluster.envelope import CONTENT_TYPE
-from gpurt.cluster.keys import COMMAND, EVENTS, LIVE, STATE, node_key
+from gpurt.cluster.keys import COMMAND, EVENTS, FLUSH, LIVE, STATE, node_key
 from gpurt.cluster.zenoh_settings import ZenohSettings
+
+FLUSH_TIMEOUT_S: Final = 0.2
+"""A hub of the same machine answers within 3 ms."""
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
@@ -31,7 +35,7 @@ class ZenohNode:
         self.state = state
         """What the state queryable answers with; replaced as a whole, from any thread."""
         self._zenoh = zenoh
-        self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, LIVE, STATE)}
+        self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, FLUSH, LIVE, STATE)}
         self._on_command = on_command
         self._publisher: Any = None
         self._declared: list[Any] = []
@@ -60,6 +64,26 @@ class ZenohNode:
     def put(self, payload: bytes) -> None:
         """Send one event; blocks while the link is congested."""
         self._publisher.put(payload)
+
+    def leave(self, session: Any) -> None:
+        """Disappear once the hub has what was put: the end of a token overtakes events, and who sees it first takes
+        the node for dead. A hub that does not answer is waited for 0.2 s."""
+        zenoh = self._zenoh
+        answered = threading.Event()
+
+        def ignore(reply: Any) -> None:
+            """Nobody serves this key."""
+
+        session.get(
+            self._key[FLUSH],
+            zenoh.handlers.Callback(ignore, answered.set),
+            priority=zenoh.Priority.DATA,  # that of events: the same queue
+            congestion_control=zenoh.CongestionControl.BLOCK,
+            timeout=FLUSH_TIMEOUT_S,
+        )
+        if not answered.wait(FLUSH_TIMEOUT_S):
+            _log.info("node %s leaves although the hub has not acknowledged its last events", self.node)
+        self.undeclare()
 
     def undeclare(self) -> None:
         """Disappear: the token first."""

@@ -52,6 +52,13 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def plain(error: BaseException | None) -> str:
+    """What zenoh says, without the places in its source and the lists of what it tried."""
+    text = re.sub(r" at \S+\.rs:\d+\.?", "", str(error))
+    system = re.search(r"[^:\[\]]+ \(os error \d+\)", text)
+    return system[0].strip() if system else re.sub(r"^Unable to connect to any of \[.*\]\. ", "", text).rstrip("!.")
+
+
 def load_zenoh() -> Any:
     """The ``zenoh`` module with its ``ext``.
 

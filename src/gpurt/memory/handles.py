@@ -10,7 +10,7 @@ import itertools
 import operator
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.errors import InvalidHandle, OutOfRange
 from gpurt.order import Chain
@@ -18,6 +18,9 @@ from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
     from gpurt.memory.views import DeviceView
+
+
+_MOST_BITS: Final = 128
 
 
 class Allocation:
@@ -100,9 +103,19 @@ def whole_number(value: object, what: str) -> int:
     if isinstance(value, bool):
         raise OutOfRange(f"{what} must be an integer, not bool")
     try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
+        number = operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise OutOfRange(f"{what} must be an integer, not {type(value).__name__}") from None
+    if number.bit_length() > _MOST_BITS:
+        raise OutOfRange(f"{what} is beyond any memory: {brief(number)}")
+    return number
+
+
+def brief(value: object) -> str:
+    """``value`` for a message, whatever it is: Python refuses to print integers of many thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length():,} bits"
+    return repr(value)[:80]
 
 
 def check_range(allocation: Allocation, offset: object, size: object, alignment: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ Where the host can address device memory: buffer protocol, NumPy, DLPack. Where 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import math
 import sys
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class DeviceView:
     """A live window on an allocation.
 
-    While the view is open, and while an array made from it is alive, ``deallocate`` raises ``HandleInUse``. A
-    ``memoryview`` taken from it ends with ``close``. Arrays that another library made on a device are that library's:
+    While the view is open, and while an array or a memoryview made from it is alive, ``deallocate`` raises
+    ``HandleInUse``. Arrays that another library made on a device are that library's:
     close the view when they are gone.
 
     Reading and writing through a view is ordered after everything submitted on the handle before ``view`` was
@@ -47,7 +48,8 @@ class DeviceView:
         self._device_index = 0
         # Pending counts as in use: a deallocate between the call and its completion must see it.
         self._closed = False
-        self._arrays: list[weakref.ref[NDArray[Any]]] = []
+        self._users: list[weakref.ref[Any]] = []
+        """What keeps a piece of this view alive in somebody's hands."""
 
     def attach(self, memory: memoryview) -> None:
         """Fill a view that was announced before. NumPy is imported here: call it off the event loop.
@@ -74,12 +76,19 @@ class DeviceView:
     @property
     def in_use(self) -> bool:
         """Something may still look into the memory."""
-        # NumPy keeps the root array alive as the base of everything sliced from it.
-        return not self._closed or any(array() is not None for array in self._arrays)
+        return not self._closed or self._users_alive()
+
+    def _users_alive(self) -> bool:
+        return any(user() is not None for user in self._users)
 
     def memoryview(self) -> memoryview:
         """The bytes of the view: one-dimensional, writable."""
-        return self._open()
+        memory = self._open()
+        # A memoryview of a memoryview counts nowhere, so nobody could see that an array still hangs on it. This one
+        # hangs on an object of its own, which lives exactly as long as anything made from it.
+        exporter = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
+        self._users.append(weakref.ref(exporter))
+        return memoryview(exporter).cast("B")
 
     def numpy(self) -> NDArray[Any]:
         """The view as a NumPy array of its shape and dtype, sharing memory."""
@@ -92,9 +101,8 @@ class DeviceView:
                 operation="DeviceView.numpy",
                 hint="cupy.asarray(view), torch.from_dlpack(view), or backend.copy_into",
             )
-        root: NDArray[Any] = np.frombuffer(self._open(), dtype=self.dtype)
-        self._arrays.append(weakref.ref(root))
-        return root.reshape(self._extents)
+        array: NDArray[Any] = np.frombuffer(self.memoryview(), dtype=self.dtype)
+        return array.reshape(self._extents)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
         array = self.numpy()
@@ -107,7 +115,7 @@ class DeviceView:
     if sys.version_info >= (3, 12):
 
         def __buffer__(self, flags: int) -> memoryview:
-            return self._open()
+            return self.memoryview()
 
     def __getattr__(self, name: str) -> Any:
         # An attribute only where it is true: consumers choose their way by hasattr.
@@ -147,10 +155,9 @@ class DeviceView:
         return self._pointer
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent. Arrays made from the view keep the handle in use until they die."""
-        self._closed = True
-        memory, self._memory = self._memory, None
-        if memory is not None and not self.in_use:
+        """Let go of the memory. Idempotent. What was made from the view keeps the handle in use until it dies."""
+        memory, self._memory, self._closed = self._memory, None, True
+        if memory is not None and not self._users_alive():
             memory.release()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,36 @@
+"""Tells, in the log, when a client's hub goes away and when it is there again.
+
+Nothing fails meanwhile: events wait and are repeated. But a worker that nobody can see should not look healthy to
+who started it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger("gpurt.cluster.zenoh")
+
+
+def watch_hub(session: Any, endpoint: str, opened: Any, in_use: Callable[[], bool]) -> None:
+    """Watch until ``session`` is closed. A client has one connection, that to its hub.
+
+    Args:
+        opened: the kind of an event that tells of an opened connection.
+        in_use: False once the session is being closed, when the end of its connection is no news.
+    """
+    away = False
+
+    def changed(event: Any) -> None:  # on a thread of zenoh, one event at a time
+        nonlocal away
+        if event.kind == opened:
+            if away:
+                _log.warning("connected to the hub at %s again", endpoint)
+            away = False
+        elif in_use():
+            away = True
+            _log.warning("the hub at %s went away; waiting until it is back", endpoint)
+
+    # Without a handle to hold: in the background it lives as long as the session.
+    session.info.declare_transport_events_listener(changed)
