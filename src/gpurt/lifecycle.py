@@ -150,7 +150,8 @@ class DriverLifecycle(GuardedBackend):
         if leaked:
             _warn_leaks(self.name, leaked)
         await dispatch.drain()
-        while self._arriving:  # allocations that are there and whose callers have not been told yet
+        # Allocations that are there and whose callers are told within this turn of the loop or the next.
+        while self._arriving:  # noqa: ASYNC110
             await asyncio.sleep(0)
         leaked = list(self._handles)
         present = [index for index in range(len(self._devices)) if not dispatch.lost(index)]

@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "keep the caller's buffer in the traceback of a failure",
         "lane.py",
-        "            traceback.clear_frames(exc.__traceback__)\n",
+        "            _clear_frames(exc)\n",
         "",
         "lets_go or failure_after",
     ),

@@ -61,7 +61,10 @@ class CUDADriver(CuPyDriver):
         self._partitioned: set[int] = set()
 
     def open(self) -> Sequence[GPUDevice]:
-        runtime = self.load_runtime(hip=False, install_hint=INSTALL_HINT)
+        try:
+            runtime = self.load_runtime(hip=False, install_hint=INSTALL_HINT)
+        except BackendUnavailable as exc:
+            raise self._without_runtime(exc) from exc
         trouble: BackendUnavailable | None = None
         records: dict[str | None, nvml.NvmlDevice] = {}
         try:
@@ -210,6 +213,30 @@ class CUDADriver(CuPyDriver):
         return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else None
 
     # Why there is nothing
+
+    def _without_runtime(self, exc: BackendUnavailable) -> BackendUnavailable:
+        """CuPy's refusal ``exc``, or what NVML has against the driver: without one no library helps."""
+        try:
+            session = nvml.open_session()
+            try:
+                cards = session.devices()
+            finally:
+                session.close()
+        except BackendUnavailable as trouble:
+            reason, text, hint = trouble.reason, trouble.message, trouble.hint
+        else:
+            reason, text, hint = ReasonCode.NO_DEVICE, "the NVIDIA driver shows no device", None
+            if cards:
+                return exc
+        if reason is ReasonCode.NO_LIBRARY:
+            return exc
+        return BackendUnavailable(
+            f"{text}; {exc.message}",
+            reason=reason,
+            backend=self.name,
+            install_hint=exc.install_hint,
+            hint="; ".join(filter(None, (hint, exc.hint))),
+        )
 
     def _refusal(
         self, exc: Any, trouble: BackendUnavailable | None, records: Mapping[str | None, nvml.NvmlDevice]

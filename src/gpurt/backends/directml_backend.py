@@ -11,10 +11,6 @@ from gpurt.shell import DriverBackend
 
 class DirectMLDriver(UnavailableDriver):
     name: ClassVar[str] = "directml"
-    title = "DirectML"
-    library = "onnxruntime"
-    install_hint = "pip install 'gpurt[directml]'  # onnxruntime-directml"
-    platforms = ("win32",)
 
 
 class DirectMLBackend(DriverBackend):

@@ -11,10 +11,6 @@ from gpurt.shell import DriverBackend
 
 class MetalDriver(UnavailableDriver):
     name: ClassVar[str] = "metal"
-    title = "Metal"
-    library = "mlx"
-    install_hint = "pip install 'gpurt[metal]'  # mlx"
-    platforms = ("darwin", "ios")
 
 
 class MetalBackend(DriverBackend):

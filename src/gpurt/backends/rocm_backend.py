@@ -11,10 +11,6 @@ from gpurt.shell import DriverBackend
 
 class ROCmDriver(UnavailableDriver):
     name: ClassVar[str] = "rocm"
-    title = "ROCm"
-    library = "cupy"
-    install_hint = "pip install 'gpurt[rocm]'  # cupy-rocm-7-0"
-    platforms = ("linux", "win32")
 
 
 class ROCmBackend(DriverBackend):

@@ -11,9 +11,6 @@ from gpurt.shell import DriverBackend
 
 class TFLiteGPUDriver(UnavailableDriver):
     name: ClassVar[str] = "tflite"
-    title = "TFLite GPU"
-    library = "ai_edge_litert"
-    install_hint = "pip install 'gpurt[tflite]'  # ai-edge-litert"
 
 
 class TFLiteGPUBackend(DriverBackend):

@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final, NoReturn
 
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, ReasonCode
+from gpurt.sources.pci import AMD, has_pci_vendor
 from gpurt.types import GPUDevice, Telemetry
+
+TITLES: Final[Mapping[str, str]] = {
+    "rocm": "ROCm",
+    "vulkan": "Vulkan",
+    "tflite": "TFLite GPU",
+    "metal": "Metal",
+    "directml": "DirectML",
+}
+"""The backends without a driver, and what people call them."""
+
+_PLATFORMS: Final[Mapping[str, tuple[str, ...]]] = {
+    # Where it can exist at all, as sys.platform says; not listed: everywhere.
+    "rocm": ("linux", "win32"),
+    "metal": ("darwin", "ios"),
+    "directml": ("win32",),
+}
+
+
+def refusal(name: str, *, platform: str = sys.platform, root: Path = Path("/")) -> BackendUnavailable:
+    """Why backend ``name`` of :data:`TITLES` cannot be used. Reads the file system, imports nothing.
+
+    There is no install command in it: no library helps while gpurt has no driver that would use it.
+    """
+    title = TITLES[name]
+    missing = f"this version of gpurt has no {title} driver yet"
+    platforms = _PLATFORMS.get(name, ())
+    if platforms and platform not in platforms:
+        text = f"{title} does not exist on {platform}, only on {' and '.join(platforms)}"
+        return BackendUnavailable(text, reason=ReasonCode.WRONG_PLATFORM, backend=name)
+    # In WSL (/dev/dxg) the GPU is not on the bus.
+    if name == "rocm" and not (root / "dev/dxg").exists() and has_pci_vendor(root, AMD) is False:
+        text = f"there is no AMD device on the PCI bus; {missing}"
+        return BackendUnavailable(text, reason=ReasonCode.NO_DEVICE, backend=name)
+    return BackendUnavailable(missing, reason=ReasonCode.NOT_IMPLEMENTED, backend=name)
 
 
 class UnavailableDriver(Driver):
-    """A driver whose ``open`` always refuses. Subclasses set the four names below."""
+    """A driver whose ``open`` always refuses. Subclasses set ``name``, one of :data:`TITLES`."""
 
-    title: ClassVar[str]
-    """What people call it: ``ROCm``."""
-    library: ClassVar[str]
-    """The top-level Python module that it will use."""
-    install_hint: ClassVar[str]
-    platforms: ClassVar[tuple[str, ...]] = ()
-    """Values of ``sys.platform`` on which it can exist at all; empty: everywhere."""
-
-    def __init__(self, *, platform: str = sys.platform) -> None:
+    def __init__(self, *, platform: str = sys.platform, root: Path = Path("/")) -> None:
         self._platform = platform
+        self._root = root
 
     def open(self) -> Sequence[GPUDevice]:
         raise self._refusal()
 
     def _refusal(self) -> BackendUnavailable:
-        if self.platforms and self._platform not in self.platforms:
-            return BackendUnavailable(
-                f"{self.title} does not exist on {self._platform}, only on {' and '.join(self.platforms)}",
-                reason=ReasonCode.WRONG_PLATFORM,
-                backend=self.name,
-            )
-        if importlib.util.find_spec(self.library) is None:
-            return BackendUnavailable(
-                f"the Python module {self.library} that {self.title} needs is not installed, and this version of "
-                f"gpurt has no {self.title} driver yet",
-                reason=ReasonCode.NO_LIBRARY,
-                install_hint=self.install_hint,
-                backend=self.name,
-            )
-        return BackendUnavailable(
-            f"{self.library} is installed, but this version of gpurt has no {self.title} driver yet",
-            reason=ReasonCode.NOT_IMPLEMENTED,
-            backend=self.name,
-        )
+        return refusal(self.name, platform=self._platform, root=self._root)
 
     # Never reached, because nothing opens; they say the same if somebody does call them.
 

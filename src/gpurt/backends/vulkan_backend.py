@@ -11,9 +11,6 @@ from gpurt.shell import DriverBackend
 
 class VulkanDriver(UnavailableDriver):
     name: ClassVar[str] = "vulkan"
-    title = "Vulkan"
-    library = "vulkan"
-    install_hint = "pip install 'gpurt[vulkan]'  # vulkan"
 
 
 class VulkanBackend(DriverBackend):

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             "measurements": [measurement.as_json() for measurement in measured],
             "skipped": skipped,
         }
-        sys.stdout.write(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(record, indent=2) + "\n")
     else:
         _show(measured, skipped)
     return 0
@@ -67,7 +67,7 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpurt.cli.demo_screen import make_screen
 
-    simulated = _share(args.simulate) if args.simulate else {}
+    simulated = _share(args.simulate) if args.simulate is not None else {}
     screen = make_screen(live=sys.stdout.isatty() and not args.plain)
     directory = Path(tempfile.mkdtemp(prefix="gpurt-demo-"))
     try:
@@ -166,7 +166,7 @@ class _Demo:
         after = _identities(view, victim)
         if after != before:
             raise GPUError(f"{victim} came back with other devices: {sorted(after)} instead of {sorted(before)}")
-        self.screen.say(f"{victim} is back with the same {len(after)} device identities")
+        self.screen.say(f"{victim} is back with the same {len(after)} device {'identity' if len(after) == 1 else 'identities'}")
 
     async def _start(self, name: str, *, check: bool) -> None:
         from gpurt.cli.demo_worker import WorkerProcess

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from gpurt.cli.cluster_table import change_line, cluster_table
+from gpurt.cli.worker import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from gpurt.cli.demo import Summary
     from gpurt.cluster.changes import Change
     from gpurt.cluster.records import ClusterSnapshot
+
+TABLE_FRAME_LINES: Final = 5
+"""Title, heading and three rules."""
 
 
 class Screen:
@@ -54,7 +58,7 @@ class Screen:
                 f"{check['to_device_gbps']:.2f} GB/s there{first_touch}, "
                 f"{check['from_device_gbps']:.2f} GB/s back{simulated}"
             )
-        self._print(f"{summary.devices} devices; first event {summary.first_event_s:.2f} s after the workers' start")
+        self._print(f"{counted(summary.devices, 'device')}; first event {summary.first_event_s:.2f} s after the workers' start")
         self._print(
             f"kill -9: suspect after {summary.suspect_s * 1000:.0f} ms, lost after {summary.lost_s:.2f} s; "
             f"back and in sync {summary.resync_s:.2f} s after the restart"
@@ -71,18 +75,20 @@ class LiveScreen(Screen):
 
     def __init__(self) -> None:
         super().__init__()
+        from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         from gpurt.cluster.records import ClusterSnapshot
 
-        self._table = cluster_table(ClusterSnapshot(nodes={}))
+        self._table = cluster_table(ClusterSnapshot(nodes={}), compact=True)
         self._lines: list[str] = []
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
         )
         self._tasks: dict[str, TaskID] = {}
-        self._live = Live(self._picture(), refresh_per_second=12)
+        self._console = Console()
+        self._live = Live(self._picture(), console=self._console, refresh_per_second=12)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -98,7 +104,7 @@ class LiveScreen(Screen):
         self._live.update(self._picture())
 
     def change(self, change: Change, snapshot: ClusterSnapshot) -> None:
-        self._table = cluster_table(snapshot, max_rows=self._live.console.height)
+        self._table = cluster_table(snapshot, max_rows=self._console.height // 3, compact=True)
         if change.device is None:
             self.say(f"master: {change_line(change, snapshot)}")
         else:
@@ -111,8 +117,12 @@ class LiveScreen(Screen):
 
     def _picture(self) -> Group:
         from rich.console import Group
+        from rich.text import Text
 
-        return Group(self._table, self._bars, *self._lines[-12:])
+        # A picture that is too high loses its end, which is the news.
+        room = self._console.height - self._table.row_count - TABLE_FRAME_LINES - len(self._bars.tasks) - 1
+        last = self._lines[-max(1, min(12, room)) :]
+        return Group(self._table, self._bars, *(Text(line, no_wrap=True, overflow="ellipsis") for line in last))
 
 
 def make_screen(*, live: bool) -> Screen:

@@ -10,6 +10,7 @@ shown as one line; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 wh
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import errno
 import io
@@ -32,6 +33,8 @@ COMMANDS: Final = {
     "load": ("gpurt.cli.load", "load weights from safetensors files to a device, and say how fast"),
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
 }
+
+_SPELLINGS: Final = {"≥": ">=", "≤": "<=", "µ": "u", "…": "...", "·": "-", "×": "x", "–": "-", "°": "", "→": "->"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +93,19 @@ def _open_streams() -> None:
     # Names of devices are in every script; a terminal that lacks one must not end a worker.
     stdout: object = sys.stdout
     if isinstance(stdout, io.TextIOWrapper):
-        stdout.reconfigure(errors="backslashreplace")
+        codecs.register_error("gpurt", _spell_out)
+        stdout.reconfigure(errors="gpurt")
+
+
+def _spell_out(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What gpurt itself prints in letters that every terminal has, and the rest as its code."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    character = error.object[error.start]
+    if character in _SPELLINGS:
+        return _SPELLINGS[character], error.start + 1
+    error.end = error.start + 1
+    return codecs.backslashreplace_errors(error)
 
 
 def _give_up_stdout() -> None:

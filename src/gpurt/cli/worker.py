@@ -99,7 +99,7 @@ class _Session:
         self._say(
             {"event": "joined", "node": snapshot.node, "devices": [d.stable_id for d in snapshot.gpu_devices]},
             f"{snapshot.node} joined {self.config.cluster} at {self.config.endpoint} "
-            f"with {len(snapshot.gpu_devices)} devices",
+            f"with {counted(len(snapshot.gpu_devices), 'device')}",
         )
         if worker.backend is not None:
             await self._serve(worker.backend)
@@ -163,6 +163,10 @@ def _when_stdin_ends(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
             return  # the loop has ended already
 
     threading.Thread(target=watch, name="gpurt:stdin", daemon=True).start()
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def default_node() -> str:

@@ -74,16 +74,18 @@ class ZenohNode:
         def ignore(reply: Any) -> None:
             """Nobody serves this key."""
 
-        session.get(
-            self._key[FLUSH],
-            zenoh.handlers.Callback(ignore, answered.set),
-            priority=zenoh.Priority.DATA,  # that of events: the same queue
-            congestion_control=zenoh.CongestionControl.BLOCK,
-            timeout=FLUSH_TIMEOUT_S,
-        )
-        if not answered.wait(FLUSH_TIMEOUT_S):
-            _log.info("node %s leaves although the hub has not acknowledged its last events", self.node)
-        self.undeclare()
+        try:
+            session.get(
+                self._key[FLUSH],
+                zenoh.handlers.Callback(ignore, answered.set),
+                priority=zenoh.Priority.DATA,  # that of events: the same queue
+                congestion_control=zenoh.CongestionControl.BLOCK,
+                timeout=FLUSH_TIMEOUT_S,
+            )
+            if not answered.wait(FLUSH_TIMEOUT_S):
+                _log.info("node %s leaves although the hub has not acknowledged its last events", self.node)
+        finally:
+            self.undeclare()
 
     def undeclare(self) -> None:
         """Disappear: the token first."""

@@ -158,6 +158,8 @@ def _why(outcome: ProbeOutcome, failure: Failure | None, *, all_hidden: bool) ->
     nvml = outcome.sighting_failure
     if nvml is None or nvml.reason is ReasonCode.NO_LIBRARY or failure.reason not in _LIBRARY_SIDE:
         return failure
+    if failure.reason is nvml.reason and nvml.message in failure.message:
+        return failure  # the driver has asked NVML, too
     # Without the kernel driver no library helps: say that first, and the library's own trouble second.
     hint = "; ".join(dict.fromkeys(filter(None, (nvml.hint, failure.hint))))
     return Failure(nvml.reason, f"{nvml.message}; {failure.message}", hint or None)

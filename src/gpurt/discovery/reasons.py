@@ -10,12 +10,7 @@ from gpurt.errors import ReasonCode
 _INSTALL: Final[Mapping[str, str]] = {
     # Package names as on PyPI; the extras are those of pyproject.toml.
     "cuda": "pip install 'gpurt[cuda12]'  # cupy-cuda12x; for a CUDA 13 driver 'gpurt[cuda13]', cupy-cuda13x",
-    "rocm": "pip install 'gpurt[rocm]'  # cupy-rocm-7-0",
-    "metal": "pip install 'gpurt[metal]'  # mlx",
-    "directml": "pip install 'gpurt[directml]'  # onnxruntime-directml",
-    "vulkan": "pip install 'gpurt[vulkan]'  # vulkan; and the vendor's Vulkan driver",
     "opencl": "pip install 'gpurt[opencl]'  # pyopencl; and the vendor's OpenCL driver",
-    "tflite": "pip install 'gpurt[tflite]'  # ai-edge-litert",
     "cpu": "pip install --force-reinstall numpy",
 }
 
@@ -30,6 +25,8 @@ _DRIVER: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "vulkan": {"linux": "install the vendor's Vulkan driver, e.g. mesa-vulkan-drivers"},
 }
+
+_MORE_TIME: Final = "give it more time (probe_timeout, --timeout): 10 seconds are the default"
 
 _VISIBILITY: Final[Mapping[str, str]] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -60,7 +57,9 @@ def remedy(reason: ReasonCode, backend: str, platform: str) -> str:
         case ReasonCode.NO_DEVICE:
             return "nothing, if this machine has no such device; else check that it is powered, seated and passed on"
         case ReasonCode.TIMEOUT:
-            return "see the kernel log for driver errors (dmesg); a driver that hangs needs a reset or a reboot"
+            if backend == "cpu":
+                return _MORE_TIME
+            return f"{_MORE_TIME}; if it hangs all the same, see the kernel log (dmesg): its driver needs a reset"
         case ReasonCode.CRASHED:
             return f"reinstall the library of backend {backend}; run python -m gpurt.discovery.probe_child {backend}"
         case ReasonCode.UNSUPPORTED_DEVICE:

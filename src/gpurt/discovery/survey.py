@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
-from gpurt.discovery.gate import PCI_VENDORS, gate, has_pci_vendor
+from gpurt.discovery.gate import PCI_VENDORS, gate
 from gpurt.discovery.in_place import InPlaceProber
 from gpurt.discovery.offload import off_loop
 from gpurt.discovery.probe import has_child_processes
@@ -22,6 +22,7 @@ from gpurt.errors import ReasonCode
 from gpurt.factory import PLATFORM_BACKEND_PRIORITY
 from gpurt.platforms import Platform
 from gpurt.settings import SelectionSettings
+from gpurt.sources.pci import has_pci_vendor
 
 PLUGIN_LOAD_DEADLINE_S: Final = 5.0
 """Plug-ins are only loaded here to learn their priorities, and only where there are two or more."""
