@@ -17,6 +17,12 @@ OWN_LOOPS = {"test_model", "test_process_ends_while_a_driver_hangs", "test_forke
 """Tests that make their own loops, in a thread or in a child process: the outer one makes no difference."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # An installed gpurt brings its plugin by entry point; a source tree on PYTHONPATH does not.
+    if not config.pluginmanager.has_plugin("gpurt"):
+        config.pluginmanager.import_plugin("gpurt.testing.plugin")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item

@@ -1,6 +1,6 @@
 """``python -m gpurt.discover`` and ``gpurt discover``: which accelerators are here, and why one is missing.
 
-Exit code: 0 with a usable accelerator, 1 without one (the CPU may be usable), 2 for an error. With ``--json``
+Exit code: 0 with a usable accelerator, 1 with the CPU only, 2 for an error or when nothing is usable. With ``--json``
 stdout has one JSON document and nothing else (with ``--watch`` one a line, whenever something has changed).
 """
 
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--explain", action="store_true", help="say how the answer came about")
     parser.add_argument("--watch", type=_seconds, metavar="N", help="look again every N seconds, print changes")
-    parser.add_argument("--backend", metavar="NAME", help="ask this backend only")
+    parser.add_argument(
+        "--backend", action="append", metavar="NAME", help="ask this backend only; repeat it for more, best first"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="open every driver and check every device again, whatever is remembered"
     )
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         GPUError: the options or the environment are wrong.
     """
+    _warn_of_unknown_choice()
     if args.watch is None:
         return asyncio.run(_once(args))
     try:
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  (closed by whoever started us)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for the process's life)
     try:
         code = run(args)
         sys.stdout.flush()
@@ -75,10 +80,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Who reads our output has seen enough. Without this the interpreter would fail once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Who reads our output has seen enough.
+        _give_up_stdout()
         return 141
+    except OSError as exc:
+        _give_up_stdout()
+        sys.stderr.write(f"{parser.prog}: {exc}\n")
+        return EXIT_ERROR
     return code
+
+
+def _give_up_stdout() -> None:
+    """Without this the interpreter would flush once more at exit, and fail with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _warn_of_unknown_choice() -> None:
+    """Discovery asks every backend whatever GPURT_BACKEND says; what comes after it would fail."""
+    from gpurt.settings import SelectionSettings
+
+    settings = SelectionSettings.from_environ(os.environ)
+    if settings.backend is None:
+        return
+    from gpurt.plugins import known_names  # half of a quick answer is imports: only where it is needed
+
+    known = known_names()
+    if settings.backend not in known:
+        logging.getLogger("gpurt.discovery").warning(
+            "%s names no backend, so create_backend() will fail; choose one of %s",
+            settings.backend_source,
+            ", ".join(known),
+        )
 
 
 def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDiscoveryService:
@@ -88,11 +120,11 @@ def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDisco
 
     backends: list[str] | None = None
     if args.backend is not None:
-        name = canonical_name(args.backend)
         known = known_names()
-        if name not in known:
-            raise GPUError(f"there is no backend named {args.backend!r}", hint=f"choose one of {', '.join(known)}")
-        backends = [name]
+        for name in args.backend:
+            if canonical_name(name) not in known:
+                raise GPUError(f"there is no backend named {name!r}", hint=f"choose one of {', '.join(known)}")
+        backends = args.backend
     if args.registry is not None:
         _check_registry(args.registry)
     return GPUDiscoveryService(
@@ -105,7 +137,7 @@ def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDisco
 
 
 def _check_registry(text: str) -> None:
-    """Refuse what can never be a file. A directory that does not exist yet is made."""
+    """Refuse what can never be a file. A directory that does not exist yet is made, but none above it."""
     if not text.strip() or "\0" in text:
         raise GPUError(f"--registry {text!r} is not a path", hint="name a file")
     path = Path(text)
@@ -114,6 +146,11 @@ def _check_registry(text: str) -> None:
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     if not existing.is_dir():
         raise GPUError(f"--registry {text}: {existing} is not a directory", hint="name a file in a directory")
+    directory = path.absolute().parent
+    if not directory.parent.is_dir():
+        raise GPUError(
+            f"--registry {text}: the directory {directory.parent} does not exist", hint=f"mkdir -p {directory}"
+        )
 
 
 async def _once(args: argparse.Namespace) -> int:
@@ -134,13 +171,15 @@ async def _once(args: argparse.Namespace) -> int:
     return _exit_code(result)
 
 
-async def _prepare(prober: ChildProber, backend: str | None) -> None:
+async def _prepare(prober: ChildProber, backends: Sequence[str] | None) -> None:
     from gpurt.discovery.gate import gate
     from gpurt.discovery.probe import has_child_processes
     from gpurt.platforms import current_platform
+    from gpurt.settings import canonical_name
 
     platform = current_platform()
-    if backend not in (None, "cuda") or not has_child_processes(platform) or gate("cuda", platform=platform):
+    wanted = backends is None or "cuda" in map(canonical_name, backends)
+    if not wanted or not has_child_processes(platform) or gate("cuda", platform=platform):
         return
     try:
         await prober.prepare("cuda", os.environ)
@@ -188,6 +227,8 @@ def _write(document: dict[str, Any]) -> None:
 def _exit_code(result: DiscoveryResult) -> int:
     from gpurt.types import DeviceKind
 
+    if result.discovery_status == "failed":
+        return EXIT_ERROR
     passive = (DeviceKind.CPU, DeviceKind.SOFTWARE)
     usable = any(device.usable and device.kind not in passive for device in result.devices)
     return EXIT_ACCELERATOR if usable else EXIT_NO_ACCELERATOR

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from gpurt.discovery.assemble import BackendAnswer, assemble
-from gpurt.discovery.gate import gate, has_pci_vendor
+from gpurt.discovery.gate import gate
 from gpurt.discovery.reasons import remedy
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
+from gpurt.sources.pci import has_pci_vendor
 from gpurt.types import DeviceState, GPUDevice
 from tests.discovery.records import UUIDS, device
 
@@ -144,13 +145,32 @@ def test_the_gate_rules_out_only_what_is_impossible(tmp_path: Any) -> None:
     assert check("cuda", "linux") is None
     assert check("cuda", "linux", none) is ReasonCode.NO_LIBRARY
     assert check("somebody_elses", "linux", none) is None
-    assert check("rocm", "linux") is ReasonCode.NO_DRIVER
+    assert check("rocm", "linux") is ReasonCode.NOT_IMPLEMENTED
+    assert check("vulkan", "linux", none) is ReasonCode.NOT_IMPLEMENTED
     assert has_pci_vendor(tmp_path, "0x1002") is None
     vendor = tmp_path / "sys/bus/pci/devices/0000:01:00.0/vendor"
     vendor.parent.mkdir(parents=True)
     vendor.write_text("0x10de\n")
     assert check("rocm", "linux") is ReasonCode.NO_DEVICE
     assert has_pci_vendor(tmp_path, "0x10de") is True
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/kfd").touch()
-    assert check("rocm", "linux") is None
+
+
+def test_a_late_answer_of_the_processor_is_not_its_drivers_fault() -> None:
+    hint = remedy(ReasonCode.TIMEOUT, "cpu", "linux")
+    assert "--timeout" in hint
+    assert "driver" not in hint
+    assert "dmesg" in remedy(ReasonCode.TIMEOUT, "cuda", "linux")
+
+
+@pytest.mark.parametrize("backend", ["rocm", "vulkan", "tflite", "metal", "directml"])
+def test_nobody_is_sent_to_install_what_gpurt_cannot_use(backend: str) -> None:
+    assert not any("gpurt[" in remedy(reason, backend, "linux") for reason in ReasonCode)
+
+
+def test_what_the_driver_asked_nvml_itself_is_said_once() -> None:
+    nvml = Failure(ReasonCode.NO_DRIVER, "no libnvidia-ml", "install the driver")
+    both = Failure(ReasonCode.NO_DRIVER, "no libnvidia-ml; no CuPy", "install the driver; install CuPy")
+    report = assemble(
+        "cuda", ProbeOutcome(sighting_failure=nvml, failure=both), environ={}, platform="linux", on_bus=None
+    ).report
+    assert (report.reason, report.message, report.hint) == (both.reason, both.message, both.hint)

@@ -84,6 +84,8 @@ def test_a_corrupt_registry_is_a_warning_on_stderr(tmp_path: Path) -> None:
         (["--registry", ""], "not a path"),
         (["--registry", "/dev/null/registry.json"], "not a directory"),
         (["--registry", os.path.dirname(__file__)], "is a directory"),
+        (["--registry", "/no_such_directory/gpurt/r.json"], "/no_such_directory does not exist"),
+        (["--backend", "cpu", "--backend", "no_such"], "'no_such'"),
         (["--timeout", "0"], "positive"),
         (["--timeout", "soon"], "positive"),
         (["--watch", "nan"], "positive"),
@@ -102,17 +104,61 @@ def test_bad_arguments_are_exit_code_2(arguments: list[str], text: str, capsys: 
     assert captured.out == ""
 
 
-def test_a_bad_variable_is_exit_code_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_variable_is_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("GPURT_PLUGINS", "perhaps")
-    assert main(["--registry", "/nonexistent/gpurt/r.json"]) == 2
+    assert main(["--registry", str(tmp_path / "r.json")]) == 2
     assert "GPURT_PLUGINS" in capsys.readouterr().err
+
+
+def test_a_variable_that_names_no_backend_is_a_warning(tmp_path: Path) -> None:
+    env = {**os.environ, "GPURT_BACKEND": "cdua"}
+    done = discover("--backend", "cpu", "--registry", str(tmp_path / "r.json"), env=env)
+    assert done.returncode == 1
+    assert "GPURT_BACKEND=cdua names no backend" in done.stderr
+
+
+def test_several_backends_can_be_asked(tmp_path: Path) -> None:
+    done = discover("--json", "--registry", str(tmp_path / "r.json"), "--backend", "rocm", "--backend", "CPU")
+    assert [report["name"] for report in json.loads(done.stdout)["reports"]] == ["rocm", "cpu"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_output_that_cannot_be_written_is_exit_code_2(options: list[str], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*options, "--backend", "cpu", "--registry", str(tmp_path / "r.json")),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_registry_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+    done = discover("--json", "--backend", "cpu", "--registry", "/proc/registry.json")
+    assert json.loads(done.stdout)["backend_name"] == "cpu"
+    assert "is not saved" in done.stderr
+    assert "another process" not in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize(("options", "text"), [(["--json"], '"cpu:0"'), ([], "device")])
 def test_watch_goes_on_until_interrupted(options: list[str], text: str, tmp_path: Path) -> None:
     arguments = [*options, "--watch", "0.05", "--backend", "cpu", "--registry", str(tmp_path / "r.json")]
-    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as process:
+    # An ignored signal is inherited: a test run in the background of a shell could not interrupt it.
+    with subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stdout is not None
         lines = iter(process.stdout)
         assert any(text in line for line in lines)
@@ -126,6 +172,8 @@ def test_the_exit_code_tells_an_accelerator_from_a_processor() -> None:
     assert _exit_code(result(cpu())) == 1
     assert _exit_code(result(device(0, usable=False), cpu())) == 1
     assert _exit_code(result(device(0, kind=DeviceKind.SOFTWARE), cpu())) == 1
+    assert _exit_code(result(device(0, usable=False))) == 2
+    assert _exit_code(result()) == 2
 
 
 def test_a_change_is_one_line() -> None:

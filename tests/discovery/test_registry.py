@@ -287,3 +287,23 @@ def test_backoff_is_restored_and_a_jumping_clock_does_not_block_for_ever() -> No
     assert not after.is_due("cuda")
     now += LONGEST_S
     assert after.is_due("cuda")
+
+
+def test_only_the_last_directory_is_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        RegistryFile(tmp_path / "a" / "b" / "registry.json").save(RegistryDocument())
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_state_directory_is_made_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "home" / "state" / "gpurt" / "registry.json"
+    monkeypatch.setattr("gpurt.discovery.registry.default_registry_path", lambda: path)
+    RegistryFile().save(RegistryDocument())
+    assert path.exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_place_without_files_is_not_taken_for_a_held_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpurt.discovery.registry.LOCK_TIMEOUT_S", 60.0)
+    with pytest.raises(OSError, match="no file can be made in /proc"):
+        RegistryFile("/proc/registry.json").save(RegistryDocument())

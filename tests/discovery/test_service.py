@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpurt.discovery.events import DeviceEvent, EventType
+from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.discovery.subscription import Subscription
@@ -438,7 +439,63 @@ def test_bad_arguments_are_refused(make: Callable[[], object]) -> None:
         make()
 
 
+async def test_a_registry_that_only_counts_epochs_remembers_no_discovery(path: Path) -> None:
+    await asyncio.to_thread(RegistryFile(path).next_epoch)
+    assert await Host().service(path).cached() is None
+    host = Host()
+    host.shows["toy"] = host.shows["cuda"] = Failure(ReasonCode.NO_DEVICE, "none")
+    await host.service(path).discover_all_devices()
+    found_nothing = await host.service(path).cached()
+    assert found_nothing is not None
+    assert found_nothing.devices == ()
+    assert len(found_nothing.reports) == 2
+
+
+async def test_simulated_devices_among_the_hosts_are_not_remembered(path: Path) -> None:
+    host = Host(device(0), device(1, simulated=True))
+    result = await host.service(path).discover_all_devices()
+    assert any(d.simulated for d in result.devices)
+    cached = await host.service(path).cached()
+    assert cached is not None
+    assert [d.device_id for d in cached.devices] == ["cuda:0", "toy:0"]
+
+
 # With a backend as the source
+
+
+async def test_a_real_and_a_simulated_worker_do_not_announce_each_others_devices(path: Path) -> None:
+    host = Host(device(0))
+    async with create_simulated("h100x2", seed="w1") as backend:
+        simulated = await GPUDiscoveryService(backend, registry_path=path).discover_all_devices()
+        assert simulated.persisted
+        assert await host.service(path).cached() is None
+        first = await take(host.service(path).subscribe(), 1)
+        assert first[0].snapshot is not None
+        assert not any(d.simulated for d in first[0].snapshot.devices)
+        cached = await GPUDiscoveryService(backend, registry_path=path).cached()
+        assert cached is not None
+        assert cached.discovery_status == "stale"
+        assert [d.stable_id for d in cached.devices] == [d.stable_id for d in simulated.devices]
+        assert [report.name for report in cached.reports] == ["simulated"]
+    document = await asyncio.to_thread(RegistryFile(path).load)
+    assert document is not None
+    assert [d.device_id for d in document.devices] == ["cuda:0", "toy:0"]
+    assert document.simulated is not None
+    async with create_simulated("h100x2", seed="w2") as other:
+        assert await GPUDiscoveryService(other, registry_path=path).cached() is None
+
+
+async def test_a_given_backend_is_not_told_what_else_the_host_has(path: Path) -> None:
+    from gpurt.backends.cpu_backend import CPUBackend
+
+    await Host(device(0)).service(path).discover_all_devices()
+    async with CPUBackend() as backend:
+        assert await GPUDiscoveryService(backend, registry_path=path).cached() is None
+        await GPUDiscoveryService(backend, registry_path=path).discover_all_devices()
+        cached = await GPUDiscoveryService(backend, registry_path=path).cached()
+        assert cached is not None
+        assert [d.backend for d in cached.devices] == ["cpu"]
+        assert [report.name for report in cached.reports] == ["cpu"]
 
 
 async def test_an_opened_backend_is_asked_and_left_open(path: Path) -> None:

@@ -52,6 +52,15 @@ async def test_what_this_process_has_registered_is_asked_here(toy: FaultyDriver)
     assert {call.thread for call in toy.calls} != {threading.current_thread().name}
 
 
+async def test_a_replaced_built_in_backend_is_asked_here_whatever_the_gate_says(toy: FaultyDriver) -> None:
+    plugins.register("rocm", lambda: toy, replace=True)
+    try:
+        answers = await Survey(NoChildren(), "linux").ask({"rocm": 10.0}, {}, frozenset())  # pyright: ignore[reportArgumentType]
+    finally:
+        plugins.unregister("rocm")
+    assert answers["rocm"].report.status == "ok"
+
+
 async def test_without_child_processes_everything_is_asked_here() -> None:
     assert not has_child_processes("ios")
     answers = await Survey(NoChildren(), "ios").ask({"tflite": 10.0, "cpu": 10.0}, {}, frozenset())  # pyright: ignore[reportArgumentType]

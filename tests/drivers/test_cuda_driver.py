@@ -388,7 +388,7 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
-@pytest.mark.usefixtures("no_cupy")
+@pytest.mark.usefixtures("no_cupy", "nvml")
 def test_without_cupy_the_command_that_installs_it() -> None:
     error = refusal()
     assert error.reason is ReasonCode.NO_LIBRARY
@@ -405,6 +405,32 @@ def test_rocm_s_cupy_is_refused(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml)
     assert "cupy-cuda12x" in str(error)
 
 
+@pytest.mark.usefixtures("no_cupy")
+@pytest.mark.parametrize("said", [ReasonCode.NO_DRIVER, ReasonCode.DRIVER_MISMATCH, ReasonCode.NO_PERMISSION])
+def test_without_a_driver_cupy_is_not_blamed_first(monkeypatch: pytest.MonkeyPatch, said: ReasonCode) -> None:
+    install_nvml(monkeypatch, BackendUnavailable("as NVML says", reason=said, hint="do this"))
+    error = refusal()
+    assert error.reason is said
+    assert error.message.startswith("as NVML says; CuPy for CUDA is not installed")
+    assert error.hint is not None
+    assert error.hint.startswith("do this; pip install")
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_without_cupy_and_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = FakeNvml([])
+    install_nvml(monkeypatch, session)
+    assert refusal().reason is ReasonCode.NO_DEVICE
+    assert session.closed == 1
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_without_nvml_s_package_cupy_is_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(monkeypatch, BackendUnavailable("no pynvml", reason=ReasonCode.NO_LIBRARY))
+    assert "CuPy" in refusal().message
+
+
+@pytest.mark.usefixtures("nvml")
 def test_cupy_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Any:
         raise ImportError("libamdhip64.so.7: cannot open shared object file\nlong banner")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from gpurt import factory
+from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
 from gpurt.factory import PLATFORM_BACKEND_PRIORITY, GPUBackendFactory
 from gpurt.types import DeviceKind, DeviceState
@@ -285,3 +287,17 @@ class TestNewBackend:
             factory.register("My GPU", ToyBackend)
         with pytest.raises(TypeError, match="callable"):
             factory.register("other", "not.a:callable")  # pyright: ignore
+
+
+async def test_the_factory_says_of_cuda_what_discovery_says(tmp_path: Path) -> None:
+    """Two answers to "why is my GPU missing?" would be one too many."""
+    async with GPUDiscoveryService(tmp_path / "r.json", backends=["cuda"]) as service:
+        (found,) = (await service.discover_all_devices()).reports
+    if found.status == "ok":
+        pytest.skip("there is a GPU")
+    with pytest.raises(BackendUnavailable) as caught:
+        await factory.create_backend("cuda")
+    report = factory.last_reports()[-1]
+    assert report.reason is found.reason is caught.value.reason
+    assert found.message.startswith(report.message)
+    assert report.hint == found.hint

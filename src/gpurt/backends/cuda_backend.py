@@ -64,7 +64,10 @@ class CUDADriver(CuPyDriver):
         try:
             runtime = self.load_runtime(hip=False, install_hint=INSTALL_HINT)
         except BackendUnavailable as exc:
-            raise self._without_runtime(exc) from exc
+            first = self._driver_trouble(exc)
+            if first is None:
+                raise
+            raise first from exc
         trouble: BackendUnavailable | None = None
         records: dict[str | None, nvml.NvmlDevice] = {}
         try:
@@ -214,8 +217,8 @@ class CUDADriver(CuPyDriver):
 
     # Why there is nothing
 
-    def _without_runtime(self, exc: BackendUnavailable) -> BackendUnavailable:
-        """CuPy's refusal ``exc``, or what NVML has against the driver: without one no library helps."""
+    def _driver_trouble(self, exc: BackendUnavailable) -> BackendUnavailable | None:
+        """What NVML has against the driver, said before CuPy's refusal ``exc``: without a driver no library helps."""
         try:
             session = nvml.open_session()
             try:
@@ -227,9 +230,9 @@ class CUDADriver(CuPyDriver):
         else:
             reason, text, hint = ReasonCode.NO_DEVICE, "the NVIDIA driver shows no device", None
             if cards:
-                return exc
+                return None
         if reason is ReasonCode.NO_LIBRARY:
-            return exc
+            return None
         return BackendUnavailable(
             f"{text}; {exc.message}",
             reason=reason,

@@ -56,7 +56,7 @@ def cluster_table(snapshot: ClusterSnapshot, *, max_rows: int | None = None, com
             table.add_row(
                 *first,
                 Text(printable(device.device_id) + (" …" if more else "")),
-                Text(printable(device.name) + (f" ×{len(records)}" if more else "")),
+                Text(printable(device.name) + (f" ×{len(records)}" if more else "")),  # noqa: RUF001
                 memory(device),
                 Text(state, style=_STYLES.get(state, "")).append(" ".join(["", *remark]), style="dim"),
                 *([] if compact else [Text(printable(device.stable_id))]),

@@ -166,7 +166,9 @@ class _Demo:
         after = _identities(view, victim)
         if after != before:
             raise GPUError(f"{victim} came back with other devices: {sorted(after)} instead of {sorted(before)}")
-        self.screen.say(f"{victim} is back with the same {len(after)} device {'identity' if len(after) == 1 else 'identities'}")
+        self.screen.say(
+            f"{victim} is back with the same {len(after)} device {'identity' if len(after) == 1 else 'identities'}"
+        )
 
     async def _start(self, name: str, *, check: bool) -> None:
         from gpurt.cli.demo_worker import WorkerProcess

@@ -58,7 +58,9 @@ class Screen:
                 f"{check['to_device_gbps']:.2f} GB/s there{first_touch}, "
                 f"{check['from_device_gbps']:.2f} GB/s back{simulated}"
             )
-        self._print(f"{counted(summary.devices, 'device')}; first event {summary.first_event_s:.2f} s after the workers' start")
+        self._print(
+            f"{counted(summary.devices, 'device')}; first event {summary.first_event_s:.2f} s after the workers' start"
+        )
         self._print(
             f"kill -9: suspect after {summary.suspect_s * 1000:.0f} ms, lost after {summary.lost_s:.2f} s; "
             f"back and in sync {summary.resync_s:.2f} s after the restart"

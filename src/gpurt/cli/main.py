@@ -34,7 +34,7 @@ COMMANDS: Final = {
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
 }
 
-_SPELLINGS: Final = {"≥": ">=", "≤": "<=", "µ": "u", "…": "...", "·": "-", "×": "x", "–": "-", "°": "", "→": "->"}
+_SPELLINGS: Final = {"≥": ">=", "≤": "<=", "µ": "u", "…": "...", "·": "-", "×": "x", "–": "-", "→": "->"}  # noqa: RUF001
 
 
 def main(argv: Sequence[str] | None = None) -> int:

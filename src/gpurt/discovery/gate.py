@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from gpurt.backends.unavailable import TITLES, refusal
+from gpurt.backends.undriven import TITLES, refusal
 from gpurt.discovery.wire import Failure
 from gpurt.errors import ReasonCode
 from gpurt.sources.pci import AMD, NVIDIA
@@ -52,4 +52,3 @@ def gate(
     if modules and not any(map(has_module, modules)):
         return Failure(ReasonCode.NO_LIBRARY, f"the Python package {modules[0]} is not installed")
     return None
-

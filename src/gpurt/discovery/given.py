@@ -28,6 +28,10 @@ class GivenBackend:
         self._clock = clock
         self._verified = frozenset[str]()
 
+    def devices(self) -> tuple[GPUDevice, ...]:
+        """What it shows without being asked: nothing before it is initialised."""
+        return self._backend.devices
+
     async def ask(self, deadline: float, environ: Mapping[str, str], *, patient: bool) -> BackendAnswer:
         """List and verify its devices; with ``patient`` only those that have not passed before.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -28,11 +28,20 @@ class DiscoveryMemory:
 
     Args:
         file: the registry file.
+        given: devices of the backend that the service was given, or None for a service of this host. Of a given
+            backend only what it still has is remembered; what is simulated has a place of its own in the file.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, file: RegistryFile, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        file: RegistryFile,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        given: Callable[[], Sequence[GPUDevice]] | None = None,
+    ) -> None:
         self.file = file
+        self._given = given
         self.backoff = Backoff(clock)
         self.verified: set[str] = set()
         self.answers: dict[str, BackendAnswer] = {}
@@ -61,6 +70,9 @@ class DiscoveryMemory:
             if self.file.quarantined is not None:
                 self.recovered_from = f"recovered: the registry was corrupt, see {self.file.quarantined}"
             return
+        document = self._of_given(document, self._given()) if self._given else _of_host(document)
+        if not document.discovered:
+            return
         self._age_at_load = _age(document.timestamp)
         self.verified = set(document.verified)
         self.known = dict(document.remembered)
@@ -79,6 +91,20 @@ class DiscoveryMemory:
             timestamp=document.timestamp,
             registry=str(self.file.path),
             persisted=True,
+        )
+
+    def _of_given(self, document: RegistryDocument, given: Sequence[GPUDevice]) -> RegistryDocument:
+        """What the file knows of a given backend's devices, if anything."""
+        section = document.simulated if any(device.simulated for device in given) else document
+        ids = {device.stable_id for device in given}
+        devices = tuple(device for device in section.devices if device.stable_id in ids) if section else ()
+        if section is None or not devices:
+            return RegistryDocument()
+        names = {name for device in given for name in (device.backend, *device.backends)}
+        reports = tuple(report for report in section.reports if report.name in names)
+        backend_name = next((device.backend for device in devices if device.usable), None)
+        return RegistryDocument(
+            timestamp=section.timestamp, backend_name=backend_name, devices=devices, reports=reports
         )
 
     def stale(self) -> DiscoveryResult | None:
@@ -142,20 +168,28 @@ class DiscoveryMemory:
         await self._update(change)
 
     async def store(self, result: DiscoveryResult) -> bool:
-        """Write ``result`` and what was learnt; False where that is not possible. Says why once."""
+        """Write ``result`` and what was learnt; False where that is not possible. Says why once.
+
+        A given backend without devices leaves the file as it is.
+        """
+        if self._given is not None and not result.devices:
+            return False
+        simulated = self._given is not None and any(device.simulated for device in result.devices)
         names = {report.name for report in result.reports}
         verified, attempts = set(self.verified), self.backoff.dump()
 
-        def change(old: RegistryDocument | None) -> RegistryDocument:
+        def change(whole: RegistryDocument | None) -> RegistryDocument:
+            old = whole.simulated if whole and simulated else whole
             # Backends that were not asked this time keep what is written about them.
-            new_ids = {device.stable_id for device in result.devices}
+            found = tuple(device for device in result.devices if simulated or not device.simulated)
+            new_ids = {device.stable_id for device in found}
             others = [
                 device
                 for device in (old.devices if old else ())
                 if not names.intersection(device.backends or (device.backend,)) and device.stable_id not in new_ids
             ]
-            devices = (*result.devices, *others)
-            return RegistryDocument(
+            devices = (*found, *others)
+            new = RegistryDocument(
                 timestamp=result.timestamp,
                 backend_name=old.backend_name if old and others and old.backend_name else result.backend_name,
                 discovery_status=result.discovery_status,
@@ -165,6 +199,9 @@ class DiscoveryMemory:
                 remembered=self._merged(old),
                 attempts=attempts,
             )
+            if simulated:
+                return (whole or RegistryDocument()).model_copy(update={"simulated": new})
+            return new.model_copy(update={"simulated": whole.simulated if whole else None})
 
         return await self._update(change)
 
@@ -188,6 +225,12 @@ class DiscoveryMemory:
         for name, answer in self._fresh.items():
             merged[name] = _with(answer, merged.get(name, ()))
         return merged
+
+
+def _of_host(document: RegistryDocument) -> RegistryDocument:
+    """Without simulated devices, which a plug-in or an earlier version may have left there."""
+    devices = tuple(device for device in document.devices if not device.simulated)
+    return document if len(devices) == len(document.devices) else document.model_copy(update={"devices": devices})
 
 
 def _with(answer: Remembered, others: Iterable[Remembered]) -> tuple[Remembered, ...]:

@@ -65,6 +65,13 @@ class RegistryDocument(BaseModel):
     saves time and nothing else, so it must not cost the rest of the file."""
     attempts: Mapping[str, Attempts] = Field(default_factory=dict)
     """Backends that could not be used, by name."""
+    simulated: RegistryDocument | None = None
+    """What services of simulated devices remember. Apart, so that it is never taken for this host's hardware."""
+
+    @property
+    def discovered(self) -> bool:
+        """Whether a discovery was ever written: every one has a report, also one that found nothing."""
+        return bool(self.reports)
 
     @field_validator("remembered", mode="before")
     @classmethod
@@ -146,9 +153,10 @@ class RegistryFile:
         """Replace the content by ``change(content)`` while no other process can write.
 
         Raises:
-            RegistryTooNew, OSError: as ``save``.
+            RegistryTooNew, OSError: as ``save``. Of the directories only the last is made, but for the user's state
+                directory, which is.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_directory()
         with self._locked():
             try:
                 old = self._read(self.path)
@@ -178,6 +186,12 @@ class RegistryFile:
         except (OSError, RegistryTooNew) as exc:
             _log.warning("the epoch could not be stored: %s", exc)
             return int(time.time())
+
+    def _make_directory(self) -> None:
+        directory = self.path.parent
+        if not directory.exists():
+            # A path that somebody wrote may be misspelt: no tree of directories is made for it.
+            directory.mkdir(parents=self.path == default_registry_path(), exist_ok=True)
 
     def _read(self, path: Path) -> RegistryDocument:
         with path.open("rb") as file:
@@ -240,6 +254,12 @@ class RegistryFile:
         from filelock import FileLock, Timeout
 
         lock = FileLock(f"{self.path}.lock", mode=0o600)
+        if not os.path.lexists(lock.lock_file):
+            # Where no file can be made the lock may keep trying, and then another process would be blamed.
+            try:
+                tempfile.TemporaryFile(dir=self.path.parent).close()
+            except OSError as exc:
+                raise OSError(exc.errno, f"no file can be made in {self.path.parent}: {exc.strerror}") from exc
         try:
             lock.acquire(timeout=LOCK_TIMEOUT_S, poll_interval=0.005)
         except Timeout as exc:

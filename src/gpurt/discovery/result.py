@@ -38,7 +38,8 @@ class DiscoveryResult(MappingModel):
     registry: str | None = None
     """Path of the registry file."""
     persisted: bool = False
-    """Whether the registry file holds this result."""
+    """Whether the registry file holds this result. Simulated devices are kept in a place of their own there, or, when
+    a plug-in shows them among this host's, not at all."""
     age_s: float = Field(default=0.0, ge=0.0)
     """Seconds since ``timestamp``."""
 

@@ -62,7 +62,8 @@ class GPUDiscoveryService:
 
     Args:
         source: nothing; an initialised backend, whose devices are listed and verified through its own methods and
-            which is never shut down here; or the path of the registry file.
+            which is never shut down here and of whose devices alone the registry is read; or the path of the
+            registry file. Simulated devices have a place of their own there.
         registry_path: the registry file; None is ``registry.json`` in the user's state directory.
         backends: names of the backends to ask, instead of all of this platform, the preferred one first.
         probe_timeout: seconds for each probe; None is 10, and 30 for a backend that the registry does not know.
@@ -104,7 +105,9 @@ class GPUDiscoveryService:
         self._platform: Platform = current_platform(environ=environ)
         self._given = GivenBackend(source, self._platform, clock) if isinstance(source, GPUBackend) else None
         self._survey = Survey(prober or ChildProber(), self._platform)
-        self._memory = DiscoveryMemory(RegistryFile(registry_path), clock)
+        self._memory = DiscoveryMemory(
+            RegistryFile(registry_path), clock, given=self._given.devices if self._given else None
+        )
         self._flight = SingleFlight[DiscoveryResult]()
         self._subscriptions = weakref.WeakSet[Subscription]()
         self._stop: asyncio.Event | None = None

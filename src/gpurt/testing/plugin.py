@@ -9,16 +9,19 @@ list must be there: the same exception fails the test, so that a broken GPU mach
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Generator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, Final, NoReturn, cast
 
 import pytest
 
 # The kit's assertions should explain themselves as those of a test module do.
 pytest.register_assert_rewrite("gpurt.testing.kit", "gpurt.testing.driver_conformance", "gpurt.testing.model")
+
+_TOLD: Final = pytest.StashKey[set[type]]()
 
 REQUIRE_VARIABLE = "GPURT_TEST_REQUIRE"
 
@@ -37,8 +40,14 @@ def required_backends() -> frozenset[str]:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
+    cls = _class_of(request)
     try:
-        return (yield)
+        value = yield
+    except pytest.fail.Exception as failure:
+        # A failure within the fixture itself is another matter; pytest's own says this.
+        if cls is not None and "async fixture" in str(failure.msg):
+            _say_that_nothing_runs(fixturedef.argname, cls, request.config)
+        raise
     except RuntimeError as failure:
         exc: Any = failure
         # The module is loaded if the exception is ours; importing it here would load pydantic into every run.
@@ -52,12 +61,40 @@ def pytest_fixture_setup(
         if required and (exc.backend is None or exc.backend in required):
             pytest.fail(f"{REQUIRE_VARIABLE} asks for this backend: [{exc.reason}] {exc}", pytrace=False)
         pytest.skip(f"[{exc.reason}] {exc}")
+    # Before pytest 9 an async fixture that nobody runs is a warning, and its coroutine the test's argument.
+    if cls is not None and (inspect.isasyncgen(value) or inspect.iscoroutine(value)):
+        _say_that_nothing_runs(fixturedef.argname, cls, request.config)
+    return value
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    cls = _class_of(item)
+    if cls in item.config.stash.get(_TOLD, ()):
+        pytest.skip(f"nothing runs its async fixture: see the error of the first test of {cls.__name__}")
+
+
+def _class_of(item: object) -> Any:
+    """The conformance class that a test or a request for a fixture belongs to; None for any other test."""
+    cls: Any = getattr(item, "cls", None)
+    return cls if getattr(cls, "gpurt_conformance", False) else None
+
+
+def _say_that_nothing_runs(name: str, cls: type, config: pytest.Config) -> NoReturn:
+    """Fail the first test of a class with what to do; the others, which would say it 300 times, are skipped."""
+    config.stash.setdefault(_TOLD, set()).add(cls)
+    if config.pluginmanager.hasplugin("asyncio"):
+        remedy = 'decorate it with @pytest_asyncio.fixture, or set asyncio_mode = "auto" in pytest\'s configuration'
+    else:
+        remedy = "the conformance kit needs pytest-asyncio: pip install pytest-asyncio"
+    message = f"{cls.__name__}: nothing runs the async fixture `{name}`: {remedy}"
+    raise pytest.fail.Exception(message, pytrace=False) from None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        cls: type | None = getattr(item, "cls", None)
-        if cls is None or not getattr(cls, "gpurt_conformance", False):
+        cls = _class_of(item)
+        if cls is None:
             continue
         unsupported = _expectations(cls, "unsupported")
         expected_failures = _expectations(cls, "expected_failures")

@@ -70,14 +70,16 @@ class DeviceTests(ConformanceBase):
 
     async def test_memory_info_follows_allocations(self, backend: GPUBackend, device_id: str) -> None:
         size = 32 * MIB
-        before = await backend.get_device_memory_info(device_id)
-        async with backend.allocation(device_id, size) as handle:
-            await backend.copy_to_device(bytes(size), handle)
-            during = await backend.get_device_memory_info(device_id)
-        # Other processes come and go meanwhile, hence half.
-        assert during.used_bytes - before.used_bytes >= size // 2 or during.available_bytes <= (
-            before.available_bytes - size // 2
-        )
+        # Other processes come and go meanwhile: half of it is enough, and once in a few times.
+        for _ in range(5):
+            before = await backend.get_device_memory_info(device_id)
+            async with backend.allocation(device_id, size) as handle:
+                await backend.copy_to_device(bytes(size), handle)
+                during = await backend.get_device_memory_info(device_id)
+            used = during.used_bytes - before.used_bytes
+            if max(used, before.available_bytes - during.available_bytes) >= size // 2:
+                return
+        pytest.fail(f"an allocation of {size:,} bytes is not seen in the device's memory")
 
     async def test_temperature_power_and_clock_are_plausible_or_none(self, backend: GPUBackend) -> None:
         for device in backend.devices:
