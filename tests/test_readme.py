@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import gpurt.factory  # noqa: F401  (or the first block's import would block the loop, as any import does)
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpurt.cluster.bus import NodeDown, NodeUp
+from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusClosed, InvalidName
 from gpurt.cluster.inbox import Inbox
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
@@ -219,3 +222,42 @@ def test_an_address_that_never_works_is_refused_and_not_tried_for_ever(address: 
 )
 def test_addresses_that_may_work(address: str) -> None:
     assert check_endpoint(address) == address
+
+
+async def test_a_goodbye_arrives_before_the_token_ends(endpoint: str) -> None:
+    hub, node = (ZenohEngine(cluster="test", endpoint=endpoint, listen=listen) for listen in (True, False))
+    await hub.start()
+    await node.start()
+    view = MasterView()
+    changes = view.changes()
+    watching = asyncio.create_task(ClusterObserver(hub, view).run())
+
+    def state() -> NodeState | None:
+        record = view.node("n1")
+        return record and record.state
+
+    try:
+        for run in range(1, 9):  # without the wait, every second one came too late
+            publisher = NodePublisher(node, "n1", host=HOST_A, epoch=Epoch.new(run))
+            await publisher.start(result(device()))
+            await until(lambda: state() is NodeState.HEALTHY, "the node to be healthy")
+            await publisher.leave()
+            await until(lambda: state() is NodeState.LEFT, "the node to have left")
+        changes.close()
+        assert "node_suspect" not in [change.kind async for change in changes]
+    finally:
+        watching.cancel()
+        await node.close()
+        await hub.close()
+
+
+def test_the_package_exports_what_users_need() -> None:
+    import gpurt.cluster as cluster
+
+    for name in cluster.__all__:
+        assert getattr(cluster, name).__name__ == name
+    assert {"NodePublisher", "MasterView"} <= set(dir(cluster))
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        cluster.Nothing  # noqa: B018
+    code = "import sys, gpurt.cluster; sys.exit(any(m.startswith('gpurt.cluster.') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

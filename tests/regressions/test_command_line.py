@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -164,3 +166,125 @@ def test_signal_handlers_are_put_back_and_ignored_signals_stay_ignored(capsys: p
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_change_of_health_says_which_health() -> None:
+    picture = view_of(device(state="unresponsive", state_reason="no answer")).snapshot()
+    line = change_line(Change(ChangeKind.DEVICE_HEALTH, "n0", "GPU-a", message="no answer"), picture)
+    assert line == "device health n0 cuda:0 H100: unresponsive no answer"
+
+
+def test_a_compact_table_has_one_row_for_devices_that_look_alike() -> None:
+    picture = view_of(*(device(f"GPU-{i}", i) for i in range(8)), device("GPU-8", 8, state="lost"), nodes=2).snapshot()
+    table = cluster_table(picture, compact=True)
+    assert table.row_count == 4
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 4 + 5
+    assert sum("n1" in line and "8× H100" in line and "healthy" in line for line in lines) == 1  # noqa: RUF001
+    assert sum("lost" in line for line in lines) == 2
+
+
+def test_a_live_demo_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpurt.cli.demo_screen import LiveScreen
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    devices = [device(f"GPU-{i}", i, name="Simulated NVIDIA H100 80GB HBM3") for i in range(8)]
+    screen = LiveScreen()
+    screen.change(Change(ChangeKind.NODE_SUSPECT, "n1"), view_of(*devices, nodes=2).snapshot())
+    for number in range(40):
+        screen.say(f"{number} " + 100 * "-")
+    for worker in ("n0", "n1"):
+        screen.progress(worker, 1, 4)
+    picture = screen._picture()  # pyright: ignore[reportPrivateUsage]
+    console = Console(file=io.StringIO(), width=80, height=24)
+    console.print(picture)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\n") <= 24
+    for words in ("n1 ", "8× Simulated", "healthy", "n1 there and back", "39 ---"):  # noqa: RUF001
+        assert words in text
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_bench_in_ascii(options: list[str]) -> None:
+    process = gpurt(
+        *("bench", "--quick", "import", *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    if options:
+        assert json.loads(out)["machine"]["load"] == round(json.loads(out)["machine"]["load"], 2)
+    else:
+        assert "<= 150" in out
+        assert "... and its backend classes" in out
+        assert "\\" not in out
+
+
+def test_a_character_without_a_spelling_becomes_its_code() -> None:
+    cli._open_streams()  # pyright: ignore[reportPrivateUsage]
+    assert "a…\u4e2d≥".encode("ascii", "gpurt") == b"a...\\u4e2d>="
+
+
+def test_an_empty_simulation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--simulate", ""]) == 2
+    assert "unknown simulated device ''" in capsys.readouterr().err
+
+
+def test_one_device_is_not_1_devices() -> None:
+    from gpurt.cli.worker import counted
+
+    assert [counted(number, "device") for number in (0, 1, 2)] == ["0 devices", "1 device", "2 devices"]
+
+
+def test_an_address_in_use_is_told_without_paths() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp/127.0.0.1:{taken.getsockname()[1]}"
+        process = gpurt("master", "--listen", address, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert f"cannot listen on {address}: Address already in use (os error" in err
+    assert ".rs" not in err
+
+
+def test_a_worker_says_that_it_waits_for_a_master(tmp_path: Path) -> None:
+    address = f"tcp/127.0.0.1:{free_port()}"
+    worker = gpurt(
+        *("worker", "--simulate", "h100", "--node", "w1", "--connect", address),
+        *("--registry", str(tmp_path / "registry.json")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    watchdog = threading.Timer(30, worker.kill)
+    watchdog.start()
+    masters: list[subprocess.Popen[str]] = []
+
+    def said() -> str:
+        assert worker.stderr is not None
+        return worker.stderr.readline()
+
+    def master() -> None:
+        masters.append(gpurt("master", "--listen", address, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    try:
+        assert f"waiting for a hub at {address}" in said()
+        master()
+        assert f"connected to the hub at {address}" in said()
+        assert worker.stdout is not None
+        assert "with 1 device\n" in worker.stdout.readline()
+        masters[0].kill()
+        masters[0].wait(10)
+        assert f"the hub at {address} went away" in said()
+        master()
+        assert f"connected to the hub at {address} again" in said()
+    finally:
+        watchdog.cancel()
+        for process in (worker, *masters):
+            process.kill()
+            process.communicate(timeout=20)

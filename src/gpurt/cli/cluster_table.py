@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -10,6 +11,7 @@ from gpurt.types import GPUDevice
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from gpurt.cluster.changes import Change
     from gpurt.cluster.records import ClusterSnapshot, DeviceRecord
@@ -30,56 +32,59 @@ def cluster_table(snapshot: ClusterSnapshot, *, max_rows: int | None = None, com
 
     Args:
         max_rows: stop there and say how many nodes follow: a table of 1,600 rows takes more than a second to draw.
-        compact: for 80 columns and few lines: no identities, and one row for devices of a node that are alike.
+        compact: for 80 columns and few lines: one row for all devices of a node that look alike, and no ids.
     """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title="cluster")
-    headings = ["node", "state", "device", "name", "usable / total" if compact else "memory usable / total", "health"]
-    for heading in headings if compact else [*headings, "identity"]:
-        table.add_column(heading, overflow="ellipsis" if compact else "fold", no_wrap=compact)
+    if compact:
+        for heading in ("node", "state", "name", "usable / total", "health"):
+            # Where there is too little room, the name alone gives way.
+            table.add_column(heading, overflow="ellipsis", no_wrap=heading != "name")
+    else:
+        for heading in ("node", "state", "device", "name", "memory usable / total", "health", "identity"):
+            table.add_column(heading, overflow="fold")
     names = sorted(snapshot.nodes)
     for position, name in enumerate(names):
         node = snapshot.nodes[name]
         room = None if max_rows is None else max_rows - table.row_count
         if room is not None and room <= 0:
-            table.add_row("…", f"{len(names) - position} more node{'s' * (len(names) - position > 1)}")
+            more = len(names) - position
+            table.add_row("…", f"{more} more {'node' if more == 1 else 'nodes'}")
             break
         first = (Text(name), Text(node.state, style=_STYLES.get(node.state, "")))
+        rows: Iterable[tuple[Text | str, ...]]
         if not node.devices:
-            table.add_row(*first, "-", "no device", "", "", "")
-        for records in islice(_alike(node.devices.values()) if compact else _each(node.devices.values()), room):
-            device = records[0].device
-            more = len(records) > 1
-            state, *remark = _health(records[0])
-            table.add_row(
-                *first,
-                Text(printable(device.device_id) + (" …" if more else "")),
-                Text(printable(device.name) + (f" ×{len(records)}" if more else "")),  # noqa: RUF001
-                memory(device),
-                Text(state, style=_STYLES.get(state, "")).append(" ".join(["", *remark]), style="dim"),
-                *([] if compact else [Text(printable(device.stable_id))]),
-            )
+            rows = [("no device",) if compact else ("-", "no device")]
+        else:
+            rows = _alike(node.devices.values()) if compact else map(_device_row, node.devices.values())
+        for row in islice(rows, room):
+            table.add_row(*first, *row)
             first = (Text(""), Text(""))
     return table
 
 
-def _each(records: Iterable[DeviceRecord]) -> Iterator[list[DeviceRecord]]:
-    return ([record] for record in records)
+def _device_row(record: DeviceRecord) -> tuple[Text | str, ...]:
+    from rich.text import Text
+
+    device = record.device
+    health = Text(device.state, style=_STYLES.get(device.state, ""))
+    if not record.available:
+        health.append(" (not available)", style="dim")
+    identity = Text(printable(device.stable_id))
+    return Text(printable(device.device_id)), Text(printable(device.name)), memory(device), health, identity
 
 
-def _alike(records: Iterable[DeviceRecord]) -> Iterator[list[DeviceRecord]]:
-    """Those that would show the same, together, in the order of the first of each."""
-    groups: dict[object, list[DeviceRecord]] = {}
-    for record in records:
-        look = (record.device.backend, record.device.name, memory(record.device), *_health(record))
-        groups.setdefault(look, []).append(record)
-    return iter(groups.values())
+def _alike(records: Iterable[DeviceRecord]) -> Iterator[tuple[Text | str, ...]]:
+    """A row for those that look the same, in the order of the first of each."""
+    from rich.text import Text
 
-
-def _health(record: DeviceRecord) -> list[str]:
-    return [record.device.state, *([] if record.available else ["(not available)"])]
+    looks = Counter((printable(r.device.name), memory(r.device), r.device.state, r.available) for r in records)
+    for (name, text, state, available), count in looks.items():
+        style = _STYLES.get(state, "") if available else "dim"
+        label = name if count == 1 else f"{count}× {name}"  # noqa: RUF001
+        yield Text(label, no_wrap=True, overflow="ellipsis"), text, Text(state, style=style)
 
 
 def change_line(change: Change, snapshot: ClusterSnapshot) -> str:
@@ -93,7 +98,7 @@ def change_line(change: Change, snapshot: ClusterSnapshot) -> str:
         words.append(f"{record.device.device_id} {record.device.name}" if record else change.device)
         if record and change.kind == "device_health":
             words[-1] += ":"
-            words += _health(record)
+            words.append(record.device.state if record.available else f"{record.device.state} (not available)")
     if change.missed:
         words.append(f"({change.missed} changes were missed)")
     if change.message:

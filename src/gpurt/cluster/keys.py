@@ -40,7 +40,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def node_key(cluster: str, node: str, leaf: str) -> str:
-    """The key of one leaf (``EVENTS STATE LIVE COMMAND``) of a node, or of every node with ``ANY``.
+    """The key of one leaf (``EVENTS STATE LIVE COMMAND FLUSH``) of a node, or of every node with ``ANY``.
 
     Raises:
         InvalidName: cluster or node.
