@@ -29,8 +29,9 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     marker = item.get_closest_marker("asyncio")
     asked = marker is not None and "loop_factories" in marker.kwargs
+    # A class says `one_loop` when another class runs the same driver on every loop.
     in_matrix = item.path.parent.name in LOOP_MATRIX and getattr(item, "originalname", "") not in OWN_LOOPS
-    if asked or in_matrix:
+    if asked or (in_matrix and not getattr(item.cls, "one_loop", False)):
         return loop_factories()
     return {"asyncio": asyncio.new_event_loop}
 

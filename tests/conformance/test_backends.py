@@ -26,9 +26,9 @@ POOL_HIDES_THE_DRIVER = {
     "test_failed_free_is_reported_and_final": "a pooled block is not freed",
     "test_free_waits_for_a_copy_under_way": "a pooled block is not freed",
     **{
-        f"{test}[{loop}-deallocate-{how}]": "a pooled block is not freed"
+        f"{test}[{loop}deallocate-{how}]": "a pooled block is not freed"
         for test in ("test_cancelled_in_the_driver", "test_cancelled_when_the_result_is_there")
-        for loop in ("asyncio", "uvloop")
+        for loop in ("", "asyncio-", "uvloop-")
         for how in ("task_cancel", "asyncio_timeout", "task_group", "anyio_scope")
     },
 }
@@ -57,17 +57,20 @@ class TestReference(Conformance):
 @pytest.mark.slow
 class TestReferenceOneThreadPerDevice(Conformance):
     factory = "tests.support.backends:reference_one_thread_per_device"
+    one_loop = True
     large_bytes = 4 << 20
 
 
 @pytest.mark.slow
 class TestReferenceOneThread(Conformance):
     factory = "tests.support.backends:reference_one_thread"
+    one_loop = True
     large_bytes = 4 << 20
 
 
 class TestPooled(Conformance):
     factory = "tests.support.backends:pooled"
+    one_loop = True
     large_bytes = 4 << 20
     unsupported = POOL_HIDES_THE_DRIVER
 
@@ -80,4 +83,5 @@ class TestCUDA(Conformance):
 @pytest.mark.gpu
 class TestCUDAPooled(Conformance):
     factory = "tests.support.backends:cuda_pooled"
+    one_loop = True
     unsupported = POOL_HIDES_THE_DRIVER
