@@ -25,18 +25,20 @@ async def backend():
 
 async def test_cupy_and_torch_share_the_memory(backend: CUDABackend) -> None:
     cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
-    for device in backend.devices:
+    for index, device in enumerate(backend.devices):
         handle = await backend.allocate(device.device_id, 4096)
         await backend.copy_to_device(bytes(4096), handle)
         view = await backend.view(handle, (32, 32), "float32")
         with pytest.raises(Unsupported):
             view.numpy()
-        by_interface = cupy.asarray(view)
         by_dlpack = torch.from_dlpack(view)
-        assert by_interface.data.ptr == by_dlpack.data_ptr() == view.__cuda_array_interface__["data"][0]
-        by_dlpack += 2.5
-        torch.cuda.synchronize(by_dlpack.device)
-        assert float(by_interface.sum()) == 2.5 * 1024
+        # CuPy copies to, and computes on, the device that is current.
+        with cupy.cuda.Device(index):
+            by_interface = cupy.asarray(view)
+            assert by_interface.data.ptr == by_dlpack.data_ptr() == view.__cuda_array_interface__["data"][0]
+            by_dlpack += 2.5
+            torch.cuda.synchronize(by_dlpack.device)
+            assert float(by_interface.sum()) == 2.5 * 1024
         with pytest.raises(HandleInUse):
             await backend.deallocate(handle)
         del by_interface, by_dlpack

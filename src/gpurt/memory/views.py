@@ -27,8 +27,8 @@ class DeviceView:
     """A live window on an allocation.
 
     While the view is open, and while an array or a memoryview made from it is alive, ``deallocate`` raises
-    ``HandleInUse``. Arrays that another library made on a device are that library's:
-    close the view when they are gone.
+    ``HandleInUse``. Arrays that another library made on a device are that library's: close the view when they are
+    gone. Make the device current first (``cupy.cuda.Device(n)``), or CuPy copies instead of sharing.
 
     Reading and writing through a view is ordered after everything submitted on the handle before ``view`` was
     called, and against nothing later: await your copies before you touch the array. Everything before is complete
