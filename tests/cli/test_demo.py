@@ -61,7 +61,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("simulate", [None, "h100x2,m2-ultra"])
+@pytest.mark.parametrize("simulate", [None, pytest.param("h100x2,m2-ultra", marks=pytest.mark.slow)])
 def test_demo_tells_the_whole_story_and_leaves_nothing(tmp_path: Path, simulate: str | None) -> None:
     demo = start(["demo", *(["--simulate", simulate] if simulate else [])], tmp_path)
     out, err = demo.communicate(timeout=DEADLINE_S)

@@ -50,11 +50,13 @@ class TestFaultyWithoutFaults(Conformance):
 
 class TestReference(Conformance):
     factory = "tests.support.backends:reference"
+    one_loop = True
     # Byte arrays are copied under the GIL, as no driver should; the loop waits for each of them.
     large_bytes = 4 << 20
 
 
 @pytest.mark.slow
+@pytest.mark.slow  # the same driver as above; its threads alone differ
 class TestReferenceOneThreadPerDevice(Conformance):
     factory = "tests.support.backends:reference_one_thread_per_device"
     one_loop = True

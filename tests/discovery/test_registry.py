@@ -249,7 +249,7 @@ def kill_while_saving(file: RegistryFile, kills: int) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_kill_9_while_saving_leaves_a_whole_version(file: RegistryFile) -> None:
-    kill_while_saving(file, 25)
+    kill_while_saving(file, 12)
 
 
 @pytest.mark.slow

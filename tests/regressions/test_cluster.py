@@ -176,9 +176,12 @@ async def test_a_start_that_was_cancelled_takes_nothing_from_the_next(
     try:
         await node.start()
         go_on.set()
-        await until(lambda: lanes() == 2, "the first lane's end")
+        await until(lambda: lanes() <= 2, "the first lane's end")
         await node.join("n1", b"state")
-        assert [reply.payload for reply in await hub.snapshot("n1")] == [b"state"]
+        async with asyncio.timeout(5):
+            while not (replies := await hub.snapshot("n1")):  # the hub may hear of the node a moment later
+                await asyncio.sleep(0.01)
+        assert [reply.payload for reply in replies] == [b"state"]
     finally:
         go_on.set()
         await node.close()
