@@ -96,7 +96,7 @@ async def test_membership(bus: Bus) -> None:
     await second.join("n2", b"")
     assert await take(subscription, 1) == [NodeUp("n2")]
     await first.leave()
-    assert await take(subscription, 1) == [NodeDown("n1")]
+    assert await take(subscription, 1) == [NodeDown("n1", left=True)]
     await second.close()
     assert await take(subscription, 1) == [NodeDown("n2")]
     await first.join("n1", b"")
@@ -354,8 +354,9 @@ async def test_a_restarted_node_is_followed_into_its_new_epoch(bus: Bus) -> None
         await until(lambda: watch.seq == 0)
         await tell(node, 1)
         await until(lambda: watch.seq == 1)
-        await node.leave()
+        await node.close()
         await until(lambda: watch.view.node("n1").state is NodeState.SUSPECT)
+        await node.start()
         await node.join("n1", state(7, epoch=E2))
         await until(lambda: watch.seq == 7)
         await node.publish(event_bytes(8, epoch=E2))

@@ -132,6 +132,21 @@ async def test_suspect_at_once_lost_after_the_grace_back_with_the_snapshot() -> 
     ]
 
 
+@pytest.mark.parametrize("goodbye_first", [True, False])
+async def test_a_node_that_leaves_is_never_suspect(goodbye_first: bool) -> None:
+    fold = Fold()
+    fold.join(device())
+    await fold.said()
+    steps = [lambda: fold.event(EventKind.NODE_LEAVING), lambda: fold.view.node_down("n1", left=True)]
+    for step in steps if goodbye_first else reversed(steps):
+        step()
+    assert fold.record.state is NodeState.LEFT
+    assert await fold.said() == [("node_left", "n1")]
+    fold.view.node_up("n1")
+    fold.join(device(), epoch=E2)
+    assert fold.record.state is NodeState.HEALTHY
+
+
 async def test_the_same_run_is_back_when_it_answers() -> None:
     fold = Fold()
     fold.join(device())

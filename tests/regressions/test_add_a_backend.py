@@ -65,7 +65,7 @@ def test_a_fixture_that_nothing_runs_is_told_once(project: Path, options: list[s
     path = project / "test_toy_backend.py"
     source = path.read_text().replace("pytest_asyncio.fixture", "pytest.fixture").replace("import pytest_asyncio\n", "")
     path.write_text(source)
-    ended = kit(project, "test_toy_backend.py", "-k", "TestToyBackend", *options)
+    ended = kit(project, "test_toy_backend.py", "-k", "TestToyBackend", "-rN", *options)
     assert ended.returncode == 1
     assert "1 error" in ended.stdout
     assert ended.stdout.count(remedy) == 1

@@ -240,7 +240,7 @@ async def test_a_goodbye_arrives_before_the_token_ends(endpoint: str) -> None:
         return record and record.state
 
     try:
-        for run in range(1, 9):  # without the wait, every second one came too late
+        for run in range(1, 9):
             publisher = NodePublisher(node, "n1", host=HOST_A, epoch=Epoch.new(run))
             await publisher.start(result(device()))
             await until(lambda: state() is NodeState.HEALTHY, "the node to be healthy")

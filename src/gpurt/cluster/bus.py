@@ -57,6 +57,8 @@ class NodeDown:
     """The node has left, died, or cannot be reached."""
 
     node: str
+    left: bool = False
+    """It called ``leave``. Not an event: a bus may tell the end of a node before its last events."""
 
 
 BusItem = EventReceived | EventRefused | EventsDropped | NodeUp | NodeDown

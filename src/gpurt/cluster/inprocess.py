@@ -118,7 +118,7 @@ class InProcessEngine:
         self._started = True
 
     async def close(self) -> None:
-        await self.leave()
+        self._disappear(left=False)
         for subscription in tuple(self._subscriptions):
             await subscription.aclose()
         self._started = False
@@ -134,12 +134,15 @@ class InProcessEngine:
         self._bus.deliver(NodeUp(node))
 
     async def leave(self) -> None:
+        self._disappear(left=True)
+
+    def _disappear(self, *, left: bool) -> None:
         if self.node is None:
             return
         node, self.node, self._state, self._on_command = self.node, None, None, None
         self._bus.members.remove(self)
         if not any(member.node == node for member in self._bus.members):
-            self._bus.deliver(NodeDown(node))
+            self._bus.deliver(NodeDown(node, left))
 
     async def set_state(self, state: bytes) -> None:
         check_size(state, f"state of node {self._joined()}", MAX_STATE_BYTES)

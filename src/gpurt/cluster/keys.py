@@ -16,6 +16,8 @@ EVENTS: Final = "ev"
 STATE: Final = "state"
 LIVE: Final = "live"
 COMMAND: Final = "cmd"
+LEAVING: Final = "leaving"
+"""A token that a node shows while it takes back ``LIVE``: it leaves, it has not died."""
 FLUSH: Final = "flush"
 """Nobody answers here: a question to it only travels behind what was sent before."""
 
@@ -40,7 +42,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def node_key(cluster: str, node: str, leaf: str) -> str:
-    """The key of one leaf (``EVENTS STATE LIVE COMMAND FLUSH``) of a node, or of every node with ``ANY``.
+    """The key of one leaf (``EVENTS STATE LIVE LEAVING COMMAND FLUSH``) of a node, or of every node with ``ANY``.
 
     Raises:
         InvalidName: cluster or node.
@@ -60,3 +62,8 @@ def node_of(key: str) -> str:
     if len(chunks) != 6 or "/".join(chunks[:2]) != ROOT or chunks[3] != "node":
         raise InvalidName(f"key {key!r} does not belong to a node")
     return check_name(chunks[4], "node")
+
+
+def leaf_of(key: str) -> str:
+    """The last chunk of a node's key."""
+    return key.rpartition("/")[2]

@@ -159,7 +159,7 @@ class ClusterObserver:
             case NodeDown():
                 known.up = False
                 known.next_check = float("inf")
-                self.view.node_down(item.node)
+                self.view.node_down(item.node, left=item.left)
                 self._rearm.set()
 
     def _event(self, item: EventReceived, known: _Node) -> None:

@@ -170,11 +170,15 @@ class MasterView:
         if record.state in (NodeState.SUSPECT, NodeState.LOST):
             self._enter(record, NodeState.HEALTHY, ChangeKind.NODE_BACK)
 
-    def node_down(self, name: str) -> None:
-        """The node's token is gone."""
+    def node_down(self, name: str, *, left: bool = False) -> None:
+        """The node's token is gone; ``left``: it said that it would be."""
         self._up.discard(name)
         record = self._nodes.get(name)
-        if record is not None and record.state is NodeState.HEALTHY:
+        if record is None:
+            return
+        if left:
+            self._leave(record)
+        elif record.state is NodeState.HEALTHY:
             self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT)
 
     def tick(self) -> None:
@@ -219,8 +223,7 @@ class MasterView:
                 raise MalformedEvent(f"event {event.id[:200]}: its snapshot is of another position")
             return self.apply_snapshot(snapshot, sole=True)
         if kind is EventKind.NODE_LEAVING:
-            self._left_at[record.node] = record.seq
-            self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT)
+            self._leave(record)
             return True
         # Everything that can be wrong is looked at before anything is changed.
         fields = NodeFields.model_validate(data.get("node") or {}) if "node" in data else None
@@ -263,6 +266,12 @@ class MasterView:
         self._nodes[record.node] = record
         if before is not None and _summary(before) != _summary(record):
             self._post(ChangeKind.NODE_UPDATED, record.node)
+
+    def _leave(self, record: NodeRecord) -> None:
+        """By its goodbye, or by the end of its token, or by both in either order."""
+        self._left_at[record.node] = record.seq
+        if record.state is not NodeState.LEFT:
+            self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT)
 
     def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind) -> None:
         healthy = state is NodeState.HEALTHY

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from gpurt.cluster.bus import MAX_COMMAND_BYTES
 from gpurt.cluster.envelope import CONTENT_TYPE
-from gpurt.cluster.keys import COMMAND, EVENTS, FLUSH, LIVE, STATE, node_key
+from gpurt.cluster.keys import COMMAND, EVENTS, FLUSH, LEAVING, LIVE, STATE, node_key
 from gpurt.cluster.zenoh_settings import ZenohSettings
 
 FLUSH_TIMEOUT_S: Final = 0.2
@@ -35,7 +35,7 @@ class ZenohNode:
         self.state = state
         """What the state queryable answers with; replaced as a whole, from any thread."""
         self._zenoh = zenoh
-        self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, FLUSH, LIVE, STATE)}
+        self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, FLUSH, LEAVING, LIVE, STATE)}
         self._on_command = on_command
         self._publisher: Any = None
         self._declared: list[Any] = []
@@ -66,8 +66,7 @@ class ZenohNode:
         self._publisher.put(payload)
 
     def leave(self, session: Any) -> None:
-        """Disappear once the hub has what was put: the end of a token overtakes events, and who sees it first takes
-        the node for dead. A hub that does not answer is waited for 0.2 s."""
+        """Disappear on purpose, once the hub has what was put. A hub that does not answer is waited for 0.2 s."""
         zenoh = self._zenoh
         answered = threading.Event()
 
@@ -84,6 +83,11 @@ class ZenohNode:
             )
             if not answered.wait(FLUSH_TIMEOUT_S):
                 _log.info("node %s leaves although the hub has not acknowledged its last events", self.node)
+            # The end of a token overtakes events, and who sees it before the goodbye would take the node for dead.
+            # Another token does not: tokens come and go in their order.
+            leaving = session.liveliness().declare_token(self._key[LEAVING])
+            self.undeclare()
+            leaving.undeclare()
         finally:
             self.undeclare()
 

@@ -11,7 +11,7 @@ from gpurt.cluster.bus import EventReceived, EventRefused, NodeDown, NodeUp
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.inbox import Inbox
-from gpurt.cluster.keys import ANY, EVENTS, LIVE, node_key, node_of
+from gpurt.cluster.keys import ANY, EVENTS, LIVE, leaf_of, node_key, node_of
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
@@ -28,6 +28,7 @@ class ZenohSubscription(Inbox):
         super().__init__(loop, capacity)
         self._on_close = on_close
         self._declared: list[Any] = []
+        self._leaving: set[str] = set()
 
     def declare(self, zenoh: Any, session: Any, cluster: str) -> None:
         ext = zenoh.ext
@@ -44,8 +45,9 @@ class ZenohSubscription(Inbox):
                 recovery=ext.RecoveryConfig(heartbeat=True, periodic_queries=None),
             )
         )
+        # One for both kinds of token: each subscriber has a thread, and between threads there is no order.
         self._declared.append(
-            session.liveliness().declare_subscriber(node_key(cluster, ANY, LIVE), self._on_token, history=True)
+            session.liveliness().declare_subscriber(node_key(cluster, ANY, ANY), self._on_token, history=True)
         )
 
     def undeclare(self) -> None:
@@ -67,8 +69,15 @@ class ZenohSubscription(Inbox):
 
     def _on_token(self, sample: Any) -> None:
         node = self._node_of(sample)
-        if node is not None:
-            self.post(NodeDown(node) if sample.kind == self._deleted else NodeUp(node))
+        if node is None:
+            return
+        gone = sample.kind == self._deleted
+        if leaf_of(str(sample.key_expr)) == LIVE:
+            self.post(NodeDown(node, node in self._leaving) if gone else NodeUp(node))
+        elif gone:
+            self._leaving.discard(node)
+        else:
+            self._leaving.add(node)
 
     def _node_of(self, sample: Any) -> str | None:
         try:
