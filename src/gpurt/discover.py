@@ -161,7 +161,8 @@ async def _once(args: argparse.Namespace) -> int:
         # Half of the time of a quick answer is imports, in the child and here: let both go on at once.
         await _prepare(prober, args.backend)
         async with _service(args, prober) as service:
-            result = await service.discover_all_devices(verify=args.verify)
+            patience = None if args.json or not sys.stderr.isatty() else _say_what_is_seen
+            result = await service.discover_all_devices(verify=args.verify, on_preview=patience)
     finally:
         await prober.discard()
     if args.json:
@@ -169,6 +170,13 @@ async def _once(args: argparse.Namespace) -> int:
     else:
         _show(result, args)
     return _exit_code(result)
+
+
+def _say_what_is_seen(preview: DiscoveryResult) -> None:
+    """To somebody who waits while drivers are opened for the first time."""
+    if preview.discovery_status == "preview":
+        names = ", ".join(device.name for device in preview.devices)
+        sys.stderr.write(f"seen: {names}; asking the drivers …\n")
 
 
 async def _prepare(prober: ChildProber, backends: Sequence[str] | None) -> None:

@@ -35,6 +35,25 @@ def services(nvml_stub: NvmlStub, tmp_path: Path) -> Callable[..., GPUDiscoveryS
     return make
 
 
+async def test_cards_are_told_while_their_driver_is_still_loading(services: Callable[..., GPUDiscoveryService]) -> None:
+    """As on the first discovery of a host: the library's import and the first contexts take seconds."""
+    order: list[str] = []
+    service = services()
+
+    def take(preview: DiscoveryResult) -> None:
+        order.append(preview.discovery_status)
+        first, second = cards(preview)
+        assert [first.stable_id, second.stable_id] == [UUID_A, UUID_B]
+        assert first.identity is not None
+        assert first.identity.pci_address == PCI_A
+        assert first.memory_bytes == H100_TOTAL
+        assert not first.usable
+
+    await service.discover_all_devices(on_preview=take)
+    order.append("answer")
+    assert order == ["preview", "answer"]
+
+
 def probes_alive() -> list[int]:
     mine = psutil.Process().children(recursive=True)
     return [process.pid for process in mine if process.status() != psutil.STATUS_ZOMBIE]

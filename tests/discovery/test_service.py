@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpurt.discovery.events import DeviceEvent, EventType
+from gpurt.discovery.probe import Sighted
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
@@ -40,6 +41,7 @@ class Host:
         self.deadlines: list[float] = []
         self.verified: list[Set[str]] = []
         self.gate: asyncio.Event | None = None
+        self.sees: dict[str, tuple[GPUDevice, ...]] = {}
         self.running = 0
         self.most_running = 0
 
@@ -51,6 +53,7 @@ class Host:
         environ: Mapping[str, str],
         verified: Set[str] = frozenset(),
         known: Set[str] = frozenset(),
+        on_sighted: Sighted | None = None,
     ) -> ProbeOutcome:
         self.probes.append(name)
         self.deadlines.append(deadline)
@@ -59,6 +62,8 @@ class Host:
         self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(0)
+            if on_sighted is not None and name in self.sees:
+                on_sighted(self.sees[name])
             if self.gate is not None:
                 await self.gate.wait()
         finally:
@@ -539,3 +544,58 @@ async def test_a_backend_that_hangs_is_reported(path: Path) -> None:
         gate.set()
     assert result.reports[0].reason is ReasonCode.TIMEOUT
     assert [d.usable for d in result.devices] == [False]
+
+
+async def test_devices_are_told_before_their_driver_has_answered(path: Path) -> None:
+    host = Host(device(0), device(1))
+    host.sees["cuda"] = tuple(each.model_copy(update={"usable": False}) for each in (device(0), device(1)))
+    host.gate = asyncio.Event()
+    seen: list[DiscoveryResult] = []
+    late: list[DiscoveryResult] = []
+    async with host.service(path) as service:
+        looking = asyncio.create_task(service.discover_all_devices(on_preview=seen.append))
+        async with asyncio.timeout(5):
+            while not seen:
+                await asyncio.sleep(0)
+        sharing = asyncio.create_task(service.discover_all_devices(on_preview=late.append))
+        await asyncio.sleep(0)
+        assert not looking.done()
+        assert late == seen
+        (preview,) = seen
+        assert preview.discovery_status == "preview"
+        assert [each.stable_id for each in preview.devices] == [device(0).stable_id, device(1).stable_id]
+        assert [(each.usable, each.state_reason) for each in preview.devices] == [(False, "not verified yet")] * 2
+        host.gate.set()
+        result = await looking
+        assert await sharing == result
+        assert [each.usable for each in result.devices] == [True] * 3
+        # What is known better needs no preview.
+        await service.discover_all_devices(on_preview=seen.append)
+    assert len(seen) == 1
+
+
+async def test_the_preview_of_a_known_host_is_what_the_registry_remembers(path: Path) -> None:
+    host = Host(device(0))
+    async with host.service(path) as service:
+        await service.discover_all_devices()
+    seen: list[DiscoveryResult] = []
+    host.sees["cuda"] = (device(0).model_copy(update={"usable": False}),)
+    async with host.service(path) as service:
+        await service.discover_all_devices(on_preview=seen.append)
+    assert [preview.discovery_status for preview in seen] == ["stale"]
+    assert seen[0].devices[0].usable
+
+
+async def test_a_preview_that_nobody_waits_for_any_more_is_not_told(path: Path) -> None:
+    host = Host(device(0))
+    host.gate = asyncio.Event()
+    host.sees["cuda"] = (device(0),)
+    seen: list[DiscoveryResult] = []
+    async with host.service(path) as service:
+        impatient = asyncio.create_task(service.discover_all_devices(on_preview=seen.append))
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        host.gate.set()
+        await service.discover_all_devices()
+    assert seen == []

@@ -22,6 +22,7 @@ from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_settings import check_endpoint
 from gpurt.discovery.offload import off_loop
 from gpurt.discovery.registry import RegistryFile
+from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
 
 DEFAULT_ENDPOINT: Final = "tcp/127.0.0.1:7447"
@@ -77,7 +78,8 @@ async def run_worker(
 ) -> None:
     """Run a node until cancelled; then say goodbye. Waits for a hub that is not there yet.
 
-    What the registry remembers is told at once, marked stale, and replaced by what discovery finds.
+    What the registry remembers, or else what can be seen before any driver is opened, is told at once, marked as such,
+    and replaced by what discovery finds.
 
     Args:
         on_ready: awaited as a task of its own once the node has joined with devices that were looked up now. When
@@ -111,12 +113,21 @@ async def run_worker(
         stack.push_async_callback(_say_goodbye, publisher)
         try:
             async with asyncio.TaskGroup() as group:
-                found = group.create_task(discovery.discover_all_devices(), name="gpurt-worker-discovery")
+                early: list[DiscoveryResult] = []
+                known = asyncio.Event()
+
+                def take_preview(result: DiscoveryResult) -> None:
+                    early.append(result)
+                    known.set()
+
+                found = group.create_task(
+                    discovery.discover_all_devices(on_preview=take_preview), name="gpurt-worker-discovery"
+                )
+                found.add_done_callback(lambda _: known.set())
                 await engine.start()
-                cached = await discovery.cached()
-                # A registry that only counts epochs yet remembers no devices; that is not news.
-                if cached is not None and cached.devices:
-                    await publisher.start(cached)
+                await known.wait()
+                if early:
+                    await publisher.start(early[0])
                     await publisher.publish_snapshot(await found)
                 else:
                     await publisher.start(await found)

@@ -17,7 +17,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from gpurt.discovery.offload import off_loop
 from gpurt.discovery.probe_child import ENV_PATH, ENV_TOKEN
@@ -30,12 +30,18 @@ from gpurt.discovery.wire import (
 )
 from gpurt.errors import ReasonCode
 
+if TYPE_CHECKING:
+    from gpurt.types import GPUDevice
+
 CLOSE_GRACE_S: Final = 1.0
 """How long a child that has answered may take to close its driver and exit."""
 DRAIN_S: Final = 0.25
 """How long after the child's exit its answer may still be in the pipe. A grandchild may hold the pipe for ever."""
 REAP_S: Final = 0.5
 """How long to wait for a killed child. One in uninterruptible sleep (state D) does not die until its driver lets go."""
+
+
+Sighted = Callable[["tuple[GPUDevice, ...]"], None]
 
 
 def has_child_processes(platform: str) -> bool:
@@ -94,6 +100,7 @@ class ChildProber:
         environ: Mapping[str, str],
         verified: Set[str] = frozenset(),
         known: Set[str] = frozenset(),
+        on_sighted: Sighted | None = None,
     ) -> ProbeOutcome:
         """Probe one backend. Returns within ``deadline`` + 1 s, and never raises for what happens in the child.
 
@@ -103,13 +110,16 @@ class ChildProber:
             environ: the child's whole environment.
             verified: keys of devices that need no verification.
             known: signatures under which the answer is known.
+            on_sighted: called with the devices that a management library shows, before the driver is opened.
         """
         started = self._clock()
         request = {"deadline": deadline, "verified": sorted(verified), "known": sorted(known)}
-        transcript = await self._converse(name, deadline, environ, json.dumps(request).encode())
+        transcript = await self._converse(name, deadline, environ, json.dumps(request).encode(), on_sighted)
         return transcript.outcome((self._clock() - started) * 1000)
 
-    async def _converse(self, name: str, deadline: float, environ: Mapping[str, str], request: bytes) -> Transcript:
+    async def _converse(
+        self, name: str, deadline: float, environ: Mapping[str, str], request: bytes, on_sighted: Sighted | None
+    ) -> Transcript:
         stuck = self._alive.get(name)
         if stuck is not None:
             if await off_loop("process", lambda: _is_alive(stuck)):
@@ -133,6 +143,7 @@ class ChildProber:
                 transcript.fail(Failure(ReasonCode.ERROR, f"the probe process could not be started: {exc}"))
                 return transcript
         try:
+            talk.tell_sighted(on_sighted)
             talk.ask(request)
             await self._listen(talk, deadline)
         finally:
@@ -203,6 +214,7 @@ class _Conversation(asyncio.SubprocessProtocol):
         self._received = 0
         self._stderr = bytearray()
         self._open_pipes = {1, 2}
+        self._on_sighted: Sighted | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport is one by its methods only, so isinstance would say no.
@@ -231,6 +243,13 @@ class _Conversation(asyncio.SubprocessProtocol):
         if pipe is not None:
             pipe.write(request + b"\n")
 
+    def tell_sighted(self, on_sighted: Sighted | None) -> None:
+        """Have ``on_sighted`` called with what is or will be sighted. Once at most."""
+        self._on_sighted = on_sighted
+        if on_sighted is not None and self.transcript.sighted and not self.transcript.complete:
+            self._on_sighted = None
+            on_sighted(self.transcript.sighted)
+
     def last_words(self) -> str:
         """``": <last line on stderr>"``, or nothing."""
         lines = self._stderr.decode(errors="replace").split("\n")
@@ -258,6 +277,7 @@ class _Conversation(asyncio.SubprocessProtocol):
             if self.transcript.complete:
                 self._end(None)
                 return
+        self.tell_sighted(self._on_sighted)
 
     def _end(self, problem: str | None) -> None:
         if problem:

@@ -13,7 +13,7 @@ from gpurt.types import BackendReport, DeviceKind, GPUDevice, MappingModel
 
 SCHEMA_VERSION: Final = 1
 
-DiscoveryStatus = Literal["complete", "partial", "stale", "failed"]
+DiscoveryStatus = Literal["complete", "partial", "stale", "preview", "failed"]
 
 _INCONCLUSIVE: Final = frozenset({ReasonCode.TIMEOUT, ReasonCode.CRASHED, ReasonCode.ERROR})
 
@@ -32,6 +32,7 @@ class DiscoveryResult(MappingModel):
     discovery_status: DiscoveryStatus
     """``complete``: every backend gave a definite answer. ``partial``: one hung, crashed or failed for reasons
     unknown, or a device failed verification. ``stale``: remembered from an earlier run, not looked up yet.
+    ``preview``: seen by a management library, not opened yet; the result itself follows.
     ``failed``: nothing usable, not even the CPU."""
     timestamp: str
     """ISO 8601, UTC: when the devices were looked up."""

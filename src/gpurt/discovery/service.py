@@ -17,6 +17,7 @@ from gpurt.discovery.events import EventType, carry_over, diff, settled
 from gpurt.discovery.given import GivenBackend
 from gpurt.discovery.memory import DiscoveryMemory
 from gpurt.discovery.merge import merge
+from gpurt.discovery.preview import Previews
 from gpurt.discovery.probe import ChildProber
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult, summarize
@@ -109,6 +110,7 @@ class GPUDiscoveryService:
             RegistryFile(registry_path), clock, given=self._given.devices if self._given else None
         )
         self._flight = SingleFlight[DiscoveryResult]()
+        self._previews = Previews()
         self._subscriptions = weakref.WeakSet[Subscription]()
         self._stop: asyncio.Event | None = None
         self._last: DiscoveryResult | None = None
@@ -118,7 +120,9 @@ class GPUDiscoveryService:
         self._memory_told_at: float | None = None
         self._probed_at: float | None = None
 
-    async def discover_all_devices(self, refresh: bool = True, *, verify: bool = False) -> DiscoveryResult:
+    async def discover_all_devices(
+        self, refresh: bool = True, *, verify: bool = False, on_preview: Callable[[DiscoveryResult], None] | None = None
+    ) -> DiscoveryResult:
         """Look up all devices now; callers at the same time share one look-up.
 
         Devices that passed verification before are not opened again while nothing that they rest on has changed
@@ -127,6 +131,10 @@ class GPUDiscoveryService:
         Args:
             refresh: False gives the last result of this service if there is one.
             verify: forget what was verified before, open every driver and read back from every device.
+            on_preview: called once at most, if this service has no result yet: with what is known before the drivers
+                have answered, which is what the registry remembers (``stale``), else the devices that a management
+                library shows, none of them usable yet (``preview``). The first discovery on a host with two GPUs
+                takes seconds, seeing them does not.
 
         Ends within the probe timeout plus one second. Backends that fail are in ``reports``, not raised.
         Cancelling the last caller kills the probes.
@@ -138,7 +146,8 @@ class GPUDiscoveryService:
         if not refresh and not verify and self._last is not None:
             return self._aged(self._last)
         care = Care.VERIFY if verify else Care.ASK
-        return await self._flight.run(lambda: self._discover(care), thorough=care)
+        with self._previews.wanted(on_preview):
+            return await self._flight.run(lambda: self._discover(care), thorough=care)
 
     async def cached(self) -> DiscoveryResult | None:
         """What is known without looking: the last result, else the registry's, marked ``stale``; or None."""
@@ -218,12 +227,15 @@ class GPUDiscoveryService:
         patient = care is Care.POLL
         try:
             await self._memory.load()
+            if self._told is None:
+                self._previews.begin(self._memory.stale())
             if self._given is not None:
                 deadline = self._probe_timeout or PROBE_TIMEOUT_S
                 answers = {self._given.name: await self._given.ask(deadline, self._env(), patient=patient)}
             else:
                 answers = await self._ask_all(care)
         finally:
+            self._previews.end()
             self._probed_at = self._clock()
         before = self._told or self._memory.remembered
         result = summarize(
@@ -257,7 +269,9 @@ class GPUDiscoveryService:
             if patient and name in memory.answers and not memory.backoff.is_due(name)
         }
         deadlines = {name: self._deadline(name) for name in names if name not in waiting}
-        asked = await self._survey.ask(deadlines, self._env(), frozenset(memory.verified), memory.known)
+        asked = await self._survey.ask(
+            deadlines, self._env(), frozenset(memory.verified), memory.known, self._previews.sighted
+        )
         memory.learn(asked)
         return {name: waiting.get(name) or asked[name] for name in names}
 

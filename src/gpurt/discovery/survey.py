@@ -15,7 +15,7 @@ from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
 from gpurt.discovery.gate import PCI_VENDORS, gate
 from gpurt.discovery.in_place import InPlaceProber
 from gpurt.discovery.offload import off_loop
-from gpurt.discovery.probe import has_child_processes
+from gpurt.discovery.probe import Sighted, has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
@@ -41,6 +41,7 @@ class Prober(Protocol):
         environ: Mapping[str, str],
         verified: Set[str] = frozenset(),
         known: Set[str] = frozenset(),
+        on_sighted: Sighted | None = None,
     ) -> ProbeOutcome: ...
 
 
@@ -79,19 +80,23 @@ class Survey:
         environ: Mapping[str, str],
         verified: Set[str],
         remembered: Mapping[str, Sequence[Remembered]] = MappingProxyType({}),
+        on_sighted: Sighted | None = None,
     ) -> dict[str, BackendAnswer]:
         """Ask the backends named in ``deadlines`` (seconds) at once; every one of them has an answer.
 
         Args:
             verified: keys of devices that need no verification.
             remembered: by backend, answers that still hold if their signature does.
+            on_sighted: called with devices that are seen before their driver is opened.
         """
         registered = _registered_names()
         refused = await off_loop("gate", lambda: self._gate([name for name in deadlines if name not in registered]))
         async with asyncio.TaskGroup() as group:
             asked = {
                 name: group.create_task(
-                    self._probe(name, deadline, environ, verified, remembered.get(name, ()), name in registered)
+                    self._probe(
+                        name, deadline, environ, verified, remembered.get(name, ()), name in registered, on_sighted
+                    )
                 )
                 for name, deadline in deadlines.items()
                 if name not in refused
@@ -113,6 +118,7 @@ class Survey:
         verified: Set[str],
         remembered: Sequence[Remembered],
         registered: bool,
+        on_sighted: Sighted | None,
     ) -> BackendAnswer:
         known = frozenset(each.signature for each in remembered)
         # The CPU backend has no vendor library that could hang or crash: a process for it would be a waste. What
@@ -120,7 +126,9 @@ class Survey:
         if name == "cpu" or registered or not has_child_processes(self._platform):
             outcome = await self._in_place.probe(name, deadline=deadline, verified=verified, known=known)
         else:
-            outcome = await self._prober.probe(name, deadline=deadline, environ=environ, verified=verified, known=known)
+            outcome = await self._prober.probe(
+                name, deadline=deadline, environ=environ, verified=verified, known=known, on_sighted=on_sighted
+            )
         unchanged = outcome.unchanged
         if unchanged:
             outcome = await _recall(name, outcome, remembered)

@@ -68,6 +68,11 @@ class Transcript:
         """The probe said everything it will say."""
         return self._verified is not None or self.unchanged or self._failure is not None
 
+    @property
+    def sighted(self) -> tuple[GPUDevice, ...]:
+        """Devices that the management library has shown so far."""
+        return self._sighted
+
     def add(self, line: ProbeLine) -> None:
         failure = Failure(line.reason, line.message, line.hint) if line.reason is not None else None
         self._signature = line.signature or self._signature
