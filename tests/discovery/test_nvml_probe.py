@@ -55,8 +55,13 @@ async def test_cards_are_told_while_their_driver_is_still_loading(services: Call
 
 
 def probes_alive() -> list[int]:
-    mine = psutil.Process().children(recursive=True)
-    return [process.pid for process in mine if process.status() != psutil.STATUS_ZOMBIE]
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process.pid for process in psutil.Process().children(recursive=True) if runs(process)]
 
 
 def cards(result: DiscoveryResult) -> list[GPUDevice]:

@@ -49,7 +49,10 @@ class Children:
 
     def alive(self) -> list[int]:
         def runs(pid: int) -> bool:
-            return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            try:
+                return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return False
 
         return [pid for pid in self.pids() if runs(pid)]
 

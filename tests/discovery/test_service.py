@@ -41,6 +41,7 @@ class Host:
         self.deadlines: list[float] = []
         self.verified: list[Set[str]] = []
         self.gate: asyncio.Event | None = None
+        self.gates: dict[str, asyncio.Event] = {}
         self.sees: dict[str, tuple[GPUDevice, ...]] = {}
         self.running = 0
         self.most_running = 0
@@ -66,6 +67,8 @@ class Host:
                 on_sighted(self.sees[name])
             if self.gate is not None:
                 await self.gate.wait()
+            if name in self.gates:
+                await self.gates[name].wait()
         finally:
             self.running -= 1
         shown = self.shows[name]
@@ -546,6 +549,13 @@ async def test_a_backend_that_hangs_is_reported(path: Path) -> None:
     assert [d.usable for d in result.devices] == [False]
 
 
+async def first(seen: list[DiscoveryResult]) -> DiscoveryResult:
+    async with asyncio.timeout(5):
+        while not seen:
+            await asyncio.sleep(0.001)
+    return seen[0]
+
+
 async def test_devices_are_told_before_their_driver_has_answered(path: Path) -> None:
     host = Host(device(0), device(1))
     host.sees["cuda"] = tuple(each.model_copy(update={"usable": False}) for each in (device(0), device(1)))
@@ -554,24 +564,65 @@ async def test_devices_are_told_before_their_driver_has_answered(path: Path) -> 
     late: list[DiscoveryResult] = []
     async with host.service(path) as service:
         looking = asyncio.create_task(service.discover_all_devices(on_preview=seen.append))
-        async with asyncio.timeout(5):
-            while not seen:
-                await asyncio.sleep(0)
+        preview = await first(seen)
         sharing = asyncio.create_task(service.discover_all_devices(on_preview=late.append))
         await asyncio.sleep(0)
         assert not looking.done()
         assert late == seen
-        (preview,) = seen
-        assert preview.discovery_status == "preview"
+        assert (preview.discovery_status, preview.pending) == ("preview", ("cuda", "toy"))
         assert [each.stable_id for each in preview.devices] == [device(0).stable_id, device(1).stable_id]
         assert [(each.usable, each.state_reason) for each in preview.devices] == [(False, "not verified yet")] * 2
         host.gate.set()
         result = await looking
         assert await sharing == result
         assert [each.usable for each in result.devices] == [True] * 3
+        assert "pending" not in result.document()
         # What is known better needs no preview.
         await service.discover_all_devices(on_preview=seen.append)
     assert len(seen) == 1
+
+
+async def test_a_slow_backend_delays_nobody_elses_devices(path: Path) -> None:
+    """HNG-3: one library needs 12 s to say no. The rest is known within half a second, and the slow one is named."""
+    host = Host(device(0))
+    host.gates["toy"] = asyncio.Event()
+    seen: list[DiscoveryResult] = []
+    async with host.service(path) as service:
+        looking = asyncio.create_task(service.discover_all_devices(on_preview=seen.append))
+        preview = await first(seen)
+        assert not looking.done()
+        assert preview.pending == ("toy",)
+        assert [report.name for report in preview.reports] == ["cuda"]
+        assert [(each.backend, each.usable) for each in preview.devices] == [("cuda", True)]
+        assert preview.backend_name == "cuda"
+        host.gates["toy"].set()
+        result = await looking
+        assert [each.backend for each in result.devices] == ["cuda", "toy"]
+
+
+async def test_a_crash_is_remembered_for_the_driver_that_crashed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HNG-2, NVI-9: not asked again in a loop, also after a restart, but at once when another driver is installed."""
+    installed = {"cuda": "driver 1", "toy": "-"}
+    monkeypatch.setattr("gpurt.discovery.survey.installed_mark", lambda name, root: installed[name])
+    host = Host()
+    host.shows["cuda"] = Failure(ReasonCode.CRASHED, "signal 11")
+
+    async def poll(service: GPUDiscoveryService) -> int:
+        before = host.probes.count("cuda")
+        async for _ in service.watch(0.01):
+            break
+        return host.probes.count("cuda") - before
+
+    async with host.service(path) as service:
+        assert await poll(service) == 1
+        assert await poll(service) == 0
+    async with host.service(path) as service:
+        assert await poll(service) == 0
+        installed["cuda"] = "driver 2"
+        host.shows["cuda"] = (device(0),)
+        assert await poll(service) == 1
+        result = await service.discover_all_devices(refresh=False)
+        assert [each.usable for each in result.devices] == [True, True]
 
 
 async def test_the_preview_of_a_known_host_is_what_the_registry_remembers(path: Path) -> None:

@@ -1,15 +1,24 @@
-"""When to look again for a backend that could not be used: after 10 s, then 20, 40 … up to 5 minutes."""
+"""When to look again for a backend that could not be used: after 10 s, then 20, 40 … up to 5 minutes, and at once
+when something was installed for it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from gpurt.discovery.registry import Attempts
 
 FIRST_S: Final = 10.0
 LONGEST_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    failures: int
+    until: float
+    mark: str | None
 
 
 class Backoff:
@@ -23,29 +32,33 @@ class Backoff:
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._wall = wall
-        self._waiting: dict[str, tuple[int, float]] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
-    def failed(self, name: str) -> None:
-        failures = self._waiting.get(name, (0, 0.0))[0] + 1
+    def failed(self, name: str, mark: str | None = None) -> None:
+        """``mark`` says what was installed for it (:mod:`gpurt.discovery.installed`)."""
+        before = self._waiting.get(name)
+        failures = before.failures + 1 if before is not None and before.mark == mark else 1
         # The exponent is bounded as well: 2.0 ** 2000 is an error, not infinity.
-        self._waiting[name] = (failures, self._clock() + min(FIRST_S * 2.0 ** min(failures - 1, 10), LONGEST_S))
+        until = self._clock() + min(FIRST_S * 2.0 ** min(failures - 1, 10), LONGEST_S)
+        self._waiting[name] = _Waiting(failures, until, mark)
 
     def succeeded(self, name: str) -> None:
         self._waiting.pop(name, None)
 
-    def is_due(self, name: str) -> bool:
-        return name not in self._waiting or self._clock() >= self._waiting[name][1]
+    def is_due(self, name: str, mark: str | None = None) -> bool:
+        waiting = self._waiting.get(name)
+        return waiting is None or waiting.mark != mark or self._clock() >= waiting.until
 
     def dump(self) -> dict[str, Attempts]:
         """For the registry."""
         ahead = self._wall() - self._clock()
         return {
-            name: Attempts(failures=failures, retry_at=round(at + ahead, 3))
-            for name, (failures, at) in self._waiting.items()
+            name: Attempts(failures=waiting.failures, retry_at=round(waiting.until + ahead, 3), mark=waiting.mark)
+            for name, waiting in self._waiting.items()
         }
 
     def restore(self, attempts: Mapping[str, Attempts]) -> None:
         """From the registry. A wall clock that jumped delays by the longest delay at most."""
         for name, attempt in attempts.items():
             wait = min(max(attempt.retry_at - self._wall(), 0.0), LONGEST_S)
-            self._waiting[name] = (attempt.failures, self._clock() + wait)
+            self._waiting[name] = _Waiting(attempt.failures, self._clock() + wait, attempt.mark)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Final
 
 from gpurt.discovery.assemble import CONCLUSIVE, BackendAnswer
@@ -114,14 +115,14 @@ class DiscoveryMemory:
         age = self._age_at_load + self._clock() - self._loaded_at
         return self.remembered.model_copy(update={"age_s": max(age, 0.0)})
 
-    def learn(self, answers: Mapping[str, BackendAnswer]) -> None:
-        """Take in what was just asked: answers, back-off, verifications."""
+    def learn(self, answers: Mapping[str, BackendAnswer], marks: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Take in what was just asked: answers, back-off, verifications. ``marks``: what is installed for each."""
         for name, answer in answers.items():
             self.answers[name] = answer
             if answer.report.status == "ok":
                 self.backoff.succeeded(name)
             else:
-                self.backoff.failed(name)
+                self.backoff.failed(name, marks.get(name))
             self._keep(name, answer)
             for device in answer.devices:
                 key = verification_key(device)

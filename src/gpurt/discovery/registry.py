@@ -43,6 +43,8 @@ class Attempts(BaseModel):
     failures: int = Field(ge=1)
     retry_at: float
     """Unix time. Only a hint across processes: readers bound it, so a clock that jumped cannot block for ever."""
+    mark: str | None = None
+    """What was installed for it then; with anything else it is asked at once."""
 
 
 class RegistryDocument(BaseModel):

@@ -32,10 +32,12 @@ class DiscoveryResult(MappingModel):
     discovery_status: DiscoveryStatus
     """``complete``: every backend gave a definite answer. ``partial``: one hung, crashed or failed for reasons
     unknown, or a device failed verification. ``stale``: remembered from an earlier run, not looked up yet.
-    ``preview``: seen by a management library, not opened yet; the result itself follows.
+    ``preview``: what is known while backends are still being asked; the result itself follows.
     ``failed``: nothing usable, not even the CPU."""
     timestamp: str
     """ISO 8601, UTC: when the devices were looked up."""
+    pending: tuple[str, ...] = ()
+    """In a ``preview``: backends that have not answered yet."""
     registry: str | None = None
     """Path of the registry file."""
     persisted: bool = False
@@ -49,7 +51,7 @@ class DiscoveryResult(MappingModel):
 
     def document(self) -> dict[str, Any]:
         """The JSON document of ``python -m gpurt.discover --json``: plain values only."""
-        data = self.model_dump(mode="json", exclude={"schema_version", "persisted", "age_s"})
+        data = self.model_dump(mode="json", exclude={"schema_version", "persisted", "age_s", "pending"})
         return {"schema": self.schema_version, **data}
 
 

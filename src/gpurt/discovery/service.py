@@ -13,6 +13,7 @@ from typing import Final, Self
 
 from gpurt.backend import GPUBackend
 from gpurt.discovery.assemble import BackendAnswer
+from gpurt.discovery.deadlines import USUAL_S, deadline_for
 from gpurt.discovery.events import EventType, carry_over, diff, settled
 from gpurt.discovery.given import GivenBackend
 from gpurt.discovery.memory import DiscoveryMemory
@@ -28,9 +29,6 @@ from gpurt.errors import BackendClosed
 from gpurt.platforms import Platform, current_platform
 from gpurt.settings import canonical_name
 
-PROBE_TIMEOUT_S: Final = 10.0
-FIRST_PROBE_TIMEOUT_S: Final = 30.0
-"""For a backend that this registry has never seen: a first import of a large library from a cold disk is slow."""
 MINOR_EVENTS_S: Final = 10.0
 """Changes of free memory are said at most this often; everything else at once."""
 SHUTDOWN_WAIT_S: Final = 0.9
@@ -67,7 +65,8 @@ class GPUDiscoveryService:
             registry file. Simulated devices have a place of their own there.
         registry_path: the registry file; None is ``registry.json`` in the user's state directory.
         backends: names of the backends to ask, instead of all of this platform, the preferred one first.
-        probe_timeout: seconds for each probe; None is 10, and 30 for a backend that the registry does not know.
+        probe_timeout: seconds for each probe; None is 10 or thrice the time of the last answer, at
+            most 60, and 30 for a backend that the registry does not know.
         interval: seconds between two discoveries while somebody watches or subscribes.
         environ: the environment of the probes, in place of ``os.environ``.
         clock: seconds, monotonic.
@@ -131,10 +130,9 @@ class GPUDiscoveryService:
         Args:
             refresh: False gives the last result of this service if there is one.
             verify: forget what was verified before, open every driver and read back from every device.
-            on_preview: called once at most, if this service has no result yet: with what is known before the drivers
-                have answered, which is what the registry remembers (``stale``), else the devices that a management
-                library shows, none of them usable yet (``preview``). The first discovery on a host with two GPUs
-                takes seconds, seeing them does not.
+            on_preview: called once at most, if this service has no result yet: with what the registry remembers
+                (``stale``), else, as soon as devices are seen or after half a second, with what is known while
+                drivers are still being opened (``preview``).
 
         Ends within the probe timeout plus one second. Backends that fail are in ``reports``, not raised.
         Cancelling the last caller kills the probes.
@@ -227,10 +225,10 @@ class GPUDiscoveryService:
         patient = care is Care.POLL
         try:
             await self._memory.load()
-            if self._told is None:
-                self._previews.begin(self._memory.stale())
             if self._given is not None:
-                deadline = self._probe_timeout or PROBE_TIMEOUT_S
+                if self._told is None:
+                    self._previews.begin((self._given.name,), self._memory.stale())
+                deadline = self._probe_timeout or USUAL_S
                 answers = {self._given.name: await self._given.ask(deadline, self._env(), patient=patient)}
             else:
                 answers = await self._ask_all(care)
@@ -260,19 +258,20 @@ class GPUDiscoveryService:
         """Answers by backend, the preferred one first."""
         memory = self._memory
         names = self._backends or await backend_names(self._platform, self._env())
+        if self._told is None:
+            self._previews.begin(names, memory.stale())
+        marks = await self._survey.marks(names)
         if care is Care.VERIFY:
             await memory.doubt(names)
         patient = care is Care.POLL
         waiting = {
             name: memory.answers[name]
             for name in names
-            if patient and name in memory.answers and not memory.backoff.is_due(name)
+            if patient and name in memory.answers and not memory.backoff.is_due(name, marks[name])
         }
         deadlines = {name: self._deadline(name) for name in names if name not in waiting}
-        asked = await self._survey.ask(
-            deadlines, self._env(), frozenset(memory.verified), memory.known, self._previews.sighted
-        )
-        memory.learn(asked)
+        asked = await self._survey.ask(deadlines, self._env(), frozenset(memory.verified), memory.known, self._previews)
+        memory.learn(asked, marks)
         return {name: waiting.get(name) or asked[name] for name in names}
 
     def _tell(self, before: DiscoveryResult | None, result: DiscoveryResult) -> bool:
@@ -292,7 +291,8 @@ class GPUDiscoveryService:
     def _deadline(self, name: str) -> float:
         if self._probe_timeout is not None:
             return self._probe_timeout
-        return PROBE_TIMEOUT_S if name in self._memory.answers else FIRST_PROBE_TIMEOUT_S
+        known = self._memory.answers.get(name)
+        return deadline_for(known.report if known else None)
 
     def _period(self, interval: float | None) -> float:
         period = self._interval if interval is None else interval

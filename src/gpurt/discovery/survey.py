@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -14,6 +15,7 @@ from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
 from gpurt.discovery.gate import PCI_VENDORS, gate
 from gpurt.discovery.in_place import InPlaceProber
+from gpurt.discovery.installed import installed_mark
 from gpurt.discovery.offload import off_loop
 from gpurt.discovery.probe import Sighted, has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
@@ -23,6 +25,7 @@ from gpurt.factory import PLATFORM_BACKEND_PRIORITY
 from gpurt.platforms import Platform
 from gpurt.settings import SelectionSettings
 from gpurt.sources.pci import has_pci_vendor
+from gpurt.types import GPUDevice
 
 PLUGIN_LOAD_DEADLINE_S: Final = 5.0
 """Plug-ins are only loaded here to learn their priorities, and only where there are two or more."""
@@ -43,6 +46,14 @@ class Prober(Protocol):
         known: Set[str] = frozenset(),
         on_sighted: Sighted | None = None,
     ) -> ProbeOutcome: ...
+
+
+class Progress(Protocol):
+    """Hears of a survey while it goes on, on its event loop."""
+
+    def sighted(self, name: str, devices: Sequence[GPUDevice]) -> None: ...
+
+    def answered(self, name: str, answer: BackendAnswer) -> None: ...
 
 
 async def backend_names(platform: Platform, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -80,22 +91,25 @@ class Survey:
         environ: Mapping[str, str],
         verified: Set[str],
         remembered: Mapping[str, Sequence[Remembered]] = MappingProxyType({}),
-        on_sighted: Sighted | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, BackendAnswer]:
         """Ask the backends named in ``deadlines`` (seconds) at once; every one of them has an answer.
 
         Args:
             verified: keys of devices that need no verification.
             remembered: by backend, answers that still hold if their signature does.
-            on_sighted: called with devices that are seen before their driver is opened.
+            progress: told of what is known before all have answered.
         """
         registered = _registered_names()
         refused = await off_loop("gate", lambda: self._gate([name for name in deadlines if name not in registered]))
+        if progress is not None:
+            for name in refused:
+                progress.answered(name, unavailable(name, refused[name], self._platform))
         async with asyncio.TaskGroup() as group:
             asked = {
                 name: group.create_task(
                     self._probe(
-                        name, deadline, environ, verified, remembered.get(name, ()), name in registered, on_sighted
+                        name, deadline, environ, verified, remembered.get(name, ()), name in registered, progress
                     )
                 )
                 for name, deadline in deadlines.items()
@@ -105,6 +119,10 @@ class Survey:
             name: unavailable(name, refused[name], self._platform) if name in refused else asked[name].result()
             for name in deadlines
         }
+
+    async def marks(self, names: Sequence[str]) -> dict[str, str]:
+        """What is installed for each backend (:mod:`gpurt.discovery.installed`)."""
+        return await off_loop("installed", lambda: {name: installed_mark(name, root=self._root) for name in names})
 
     def _gate(self, names: Sequence[str]) -> dict[str, Failure]:
         found = ((name, gate(name, platform=self._platform, root=self._root)) for name in names)
@@ -118,7 +136,22 @@ class Survey:
         verified: Set[str],
         remembered: Sequence[Remembered],
         registered: bool,
-        on_sighted: Sighted | None,
+        progress: Progress | None,
+    ) -> BackendAnswer:
+        answer = await self._outcome(name, deadline, environ, verified, remembered, registered, progress)
+        if progress is not None:
+            progress.answered(name, answer)
+        return answer
+
+    async def _outcome(
+        self,
+        name: str,
+        deadline: float,
+        environ: Mapping[str, str],
+        verified: Set[str],
+        remembered: Sequence[Remembered],
+        registered: bool,
+        progress: Progress | None,
     ) -> BackendAnswer:
         known = frozenset(each.signature for each in remembered)
         # The CPU backend has no vendor library that could hang or crash: a process for it would be a waste. What
@@ -126,8 +159,9 @@ class Survey:
         if name == "cpu" or registered or not has_child_processes(self._platform):
             outcome = await self._in_place.probe(name, deadline=deadline, verified=verified, known=known)
         else:
+            see = None if progress is None else partial(progress.sighted, name)
             outcome = await self._prober.probe(
-                name, deadline=deadline, environ=environ, verified=verified, known=known, on_sighted=on_sighted
+                name, deadline=deadline, environ=environ, verified=verified, known=known, on_sighted=see
             )
         unchanged = outcome.unchanged
         if unchanged:
