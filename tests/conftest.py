@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -21,6 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # An installed gpurt brings its plugin by entry point; a source tree on PYTHONPATH does not.
     if not config.pluginmanager.has_plugin("gpurt"):
         config.pluginmanager.import_plugin("gpurt.testing.plugin")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes ``-n auto`` means: for a few tests, starting them costs more than they save, and tests of a
+    device must have it for themselves."""
+    chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    alone = "gpu" in config.option.markexpr.replace("not gpu", "")
+    return 0 if chosen or alone else min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else 2, 8)
 
 
 @pytest.hookimpl(optionalhook=True)
