@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpurt.ambient import close_default_backends, default_backend
     from gpurt.backend import GPUBackend
     from gpurt.discovery.service import GPUDiscoveryService
     from gpurt.driver import API_VERSION, Driver
@@ -50,7 +51,11 @@ if TYPE_CHECKING:
         get_total_gpu_memory,
         set_backend_override,
     )
+    from gpurt.memory.arrays import DeviceArray
+    from gpurt.memory.manager import MemoryManager
+    from gpurt.shards import copy_shard_from_peer, update_shard_from_peer
     from gpurt.shell import DriverBackend
+    from gpurt.tensors import get_memory_manager, to_device
     from gpurt.types import (
         BackendReport,
         Capabilities,
@@ -72,6 +77,7 @@ __all__ = [
     "BackendReport",
     "BackendUnavailable",
     "Capabilities",
+    "DeviceArray",
     "DeviceIdentity",
     "DeviceKind",
     "DeviceLost",
@@ -89,6 +95,7 @@ __all__ = [
     "InvalidHandle",
     "MemoryHandle",
     "MemoryInfo",
+    "MemoryManager",
     "OutOfMemory",
     "OutOfRange",
     "ReasonCode",
@@ -98,15 +105,22 @@ __all__ = [
     "WrongLoop",
     "__version__",
     "clear_backend_override",
+    "close_default_backends",
+    "copy_shard_from_peer",
     "create_backend",
+    "default_backend",
     "detect_available_backends",
     "get_gpu_backend_info",
+    "get_memory_manager",
     "get_peak_flops",
     "get_total_gpu_memory",
     "set_backend_override",
+    "to_device",
+    "update_shard_from_peer",
 ]
 
 _HOMES = {
+    "gpurt.ambient": ("close_default_backends", "default_backend"),
     "gpurt.backend": ("GPUBackend",),
     "gpurt.discovery.service": ("GPUDiscoveryService",),
     "gpurt.driver": ("API_VERSION", "Driver"),
@@ -120,7 +134,11 @@ _HOMES = {
         *("detect_available_backends", "get_gpu_backend_info", "get_peak_flops", "get_total_gpu_memory"),
         "set_backend_override",
     ),
+    "gpurt.memory.arrays": ("DeviceArray",),
+    "gpurt.memory.manager": ("MemoryManager",),
+    "gpurt.shards": ("copy_shard_from_peer", "update_shard_from_peer"),
     "gpurt.shell": ("DriverBackend",),
+    "gpurt.tensors": ("get_memory_manager", "to_device"),
     "gpurt.types": (
         *("BackendReport", "Capabilities", "DeviceIdentity", "DeviceKind", "DeviceState", "GPUDevice"),
         *("MemoryHandle", "MemoryInfo", "Telemetry"),

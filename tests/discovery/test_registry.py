@@ -297,13 +297,13 @@ def test_only_the_last_directory_is_made(tmp_path: Path) -> None:
 
 def test_the_state_directory_is_made_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "home" / "state" / "gpurt" / "registry.json"
-    monkeypatch.setattr("gpurt.discovery.registry.default_registry_path", lambda: path)
+    monkeypatch.setattr("gpurt.registry.file.default_registry_path", lambda: path)
     RegistryFile().save(RegistryDocument())
     assert path.exists()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_a_place_without_files_is_not_taken_for_a_held_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpurt.discovery.registry.LOCK_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("gpurt.registry.file.LOCK_TIMEOUT_S", 60.0)
     with pytest.raises(OSError, match="no file can be made in /proc"):
         RegistryFile("/proc/registry.json").save(RegistryDocument())

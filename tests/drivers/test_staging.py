@@ -449,9 +449,15 @@ upload()
 """
 
 
+FORK = "ignore:This process:DeprecationWarning"
+"""Python 3.12 warns of what is tested here: a fork beside threads."""
+
+
 def run_program(body: str) -> float:
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-W", FORK, "-c", PROGRAM + body], capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return time.monotonic() - started
 

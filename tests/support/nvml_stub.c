@@ -20,6 +20,23 @@
  *   util999      utilisation fails with 999    noperm_field  temperature fails with 4
  *   nov2         no version 2 of memory info   absurd        values no card can have
  *   sentinel     "not available" marks in place of values
+ *
+ * Both H100 have their ECC counters at 0 and a full PCIe link, unless:
+ *   ecc1         device 1 had an uncorrectable error   remapped1  device 1 had one, and its row is replaced
+ *   hot1         device 1 is slowed down by its hardware, and at 91 degrees
+ *   reset1       device 1 waits for a reset            capped1    device 1 is at its power limit
+ *   oldthrottle  throttling by the name of before 535  noecc      a card without ECC
+ *   procs        device 0 has two processes, one of unknown size;  procs2: by version 2 of the call alone
+ *   xidN         the driver reports Xid N of device 1, once;  xidpartN: of a partition;  xidnullN: of no device
+ *   xiddead      the driver ends the stream of events         noevents: there are none
+ *
+ * Between the two H100 there are 18 NVLinks into switches, and a NUMA node in common, unless:
+ *   direct       4 of A's links lead to B, 2 to a third card; both are behind one PCIe switch
+ *   wired        no NVLink; one PCIe host bridge
+ *   oldlinks     as direct, by a driver that cannot be asked whether GPUs reach each other
+ *   vmlinks      the links are up and do not tell what is at their ends, as in a virtual machine
+ *   nolinks      a driver that knows nothing of links
+ *   farlinks     a common ancestor that no version of NVML has
  */
 #include <fcntl.h>
 #include <signal.h>
@@ -250,7 +267,7 @@ int nvmlDeviceGetTemperature(card *c, int sensor, unsigned *out) {
     if (sensor != 0) return INVALID_ARGUMENT;
     if (is("hang_field")) for (;;) pause();
     if (is("noperm_field")) return NO_PERMISSION;
-    return number(c, c ? c->celsius : 0, 65535, out);
+    return number(c, !c ? 0 : c == &cards[B] && is("hot1") ? 91 : c->celsius, 65535, out);
 }
 int nvmlDeviceGetClockInfo(card *c, int kind, unsigned *out) {
     return kind == 1 ? number(c, c ? c->sm_mhz : 0, 4000000000U, out) : INVALID_ARGUMENT;
@@ -272,7 +289,8 @@ int nvmlDeviceGetRemappedRows(card *c, unsigned *corrected, unsigned *uncorrecte
     FIELD(c);
     HAS(c->bus_bits);
     *corrected = 0;
-    *uncorrected = *pending = c == &cards[B] && is("remap1");
+    *pending = c == &cards[B] && is("remap1");
+    *uncorrected = *pending || (c == &cards[B] && is("remapped1"));
     *failed = 0;
     return OK;
 }
@@ -304,5 +322,145 @@ int nvmlDeviceGetAttributes_v2(card *c, attributes *out) {
     memset(out, 0, sizeof *out);
     out->multiprocessors = c == &cards[PARTITION0] ? 60 : 32;
     out->memory_mib = c->total_mib;
+    return OK;
+}
+
+static int is_direct(void) { return is("direct") || is("oldlinks"); }
+
+int nvmlDeviceGetP2PStatus(card *a, card *b, int capability, unsigned *status) {
+    FIELD(a);
+    FIELD(b);
+    if (is("nolinks") || is("oldlinks")) return NOT_SUPPORTED;
+    if (capability != 2) return INVALID_ARGUMENT;
+    *status = is("wired") ? 5 : 0;
+    return OK;
+}
+int nvmlDeviceGetTopologyCommonAncestor(card *a, card *b, unsigned *level) {
+    FIELD(a);
+    FIELD(b);
+    if (is("nolinks")) return NOT_SUPPORTED;
+    *level = is("farlinks") ? 77 : is_direct() ? 10 : is("wired") ? 30 : 40;
+    return OK;
+}
+int nvmlDeviceGetNvLinkState(card *c, unsigned link, unsigned *up) {
+    FIELD(c);
+    if (is("nolinks") || is("wired") || link >= 18) return link >= 18 ? INVALID_ARGUMENT : NOT_SUPPORTED;
+    *up = !is_direct() || link < 6;
+    return OK;
+}
+int nvmlDeviceGetNvLinkRemoteDeviceType(card *c, unsigned link, unsigned *kind) {
+    FIELD(c);
+    (void)link;
+    *kind = is("vmlinks") ? 0xFF : is_direct() ? 0 : 2;
+    return OK;
+}
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(card *c, unsigned link, pci_info *out) {
+    FIELD(c);
+    memset(out, 0, sizeof *out);
+    snprintf(out->bus_id, sizeof out->bus_id, "%s", link >= 4 ? "00000000:00:0B.0" : cards[c == &cards[A] ? B : A].pci);
+    return OK;
+}
+
+/* Device 1 in the scenario of that name. */
+static int its(card *c, const char *name) { return c == &cards[B] && is(name); }
+
+int nvmlDeviceGetEccMode(card *c, unsigned *current, unsigned *pending) {
+    FIELD(c);
+    HAS(c->bus_bits && !is("noecc"));
+    *current = *pending = is("sentinel") ? ~0U : 1;
+    return OK;
+}
+int nvmlDeviceGetTotalEccErrors(card *c, int kind, int counter, unsigned long long *out) {
+    FIELD(c);
+    HAS(c->bus_bits && !is("noecc"));
+    if (is("sentinel")) *out = ~0ULL;
+    else if (kind == 0) *out = counter ? 12 : 3;
+    else *out = its(c, "ecc1") || its(c, "remapped1") || its(c, "remap1");
+    return OK;
+}
+
+static int throttle(card *c, unsigned long long *out) {
+    FIELD(c);
+    HAS(c->bus_bits);
+    *out = is("sentinel") ? ~0ULL : its(c, "hot1") ? 0x48 : its(c, "capped1") ? 0x04 : 0x01;
+    return OK;
+}
+int nvmlDeviceGetCurrentClocksEventReasons(card *c, unsigned long long *out) {
+    return is("oldthrottle") ? FUNCTION_NOT_FOUND : throttle(c, out);
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(card *c, unsigned long long *out) {
+    return is("oldthrottle") ? throttle(c, out) : FUNCTION_NOT_FOUND;
+}
+int nvmlDeviceGetTemperatureThreshold(card *c, int kind, unsigned *out) {
+    return kind == 1 ? number(c, c && c->bus_bits ? 87 : 0, 65535, out) : INVALID_ARGUMENT;
+}
+
+static int pcie(card *c, unsigned value, unsigned *out) { return number(c, c && c->bus_bits ? value : 0, 0, out); }
+int nvmlDeviceGetCurrPcieLinkGeneration(card *c, unsigned *out) { return pcie(c, 1, out); }
+int nvmlDeviceGetMaxPcieLinkGeneration(card *c, unsigned *out) { return pcie(c, 5, out); }
+int nvmlDeviceGetCurrPcieLinkWidth(card *c, unsigned *out) { return pcie(c, 16, out); }
+int nvmlDeviceGetMaxPcieLinkWidth(card *c, unsigned *out) { return pcie(c, 16, out); }
+
+typedef struct {
+    unsigned id, scope;
+    long long timestamp, latency;
+    int type, result;
+    union { double d; unsigned u; unsigned long long ull; } value;
+} field_value;
+int nvmlDeviceGetFieldValues(card *c, int n, field_value *values) {
+    FIELD(c);
+    for (int i = 0; i < n; i++) {
+        values[i].result = values[i].id == 230 && c->bus_bits ? OK : NOT_SUPPORTED;
+        values[i].value.u = is("absurd") ? 99 : its(c, "reset1");
+    }
+    return OK;
+}
+
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process;
+static int processes(card *c, unsigned *n, process *out) {
+    FIELD(c);
+    static const process both[] = {{645400, 1073741824ULL, ~0U, ~0U}, {645401, ~0ULL, ~0U, ~0U}};
+    unsigned room = *n;
+    *n = c == &cards[A] && (is("procs") || is("procs2")) ? 2 : 0;
+    if (*n == 0) return OK;
+    if (!out || room < *n) return 7; /* INSUFFICIENT_SIZE */
+    memcpy(out, both, sizeof both);
+    return OK;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(card *c, unsigned *n, process *out) {
+    return is("procs2") ? FUNCTION_NOT_FOUND : processes(c, n, out);
+}
+int nvmlDeviceGetComputeRunningProcesses_v2(card *c, unsigned *n, process *out) { return processes(c, n, out); }
+
+typedef struct { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } event;
+static int events; /* what nvmlEventSetCreate hands out; its value means nothing */
+static char told[64];
+
+int nvmlEventSetCreate(void **out) { *out = &events; told[0] = 0; note("listen"); return ready() ? OK : UNINITIALIZED; }
+int nvmlEventSetFree(void *set) { (void)set; note("unlisten"); return OK; }
+int nvmlDeviceGetSupportedEventTypes(card *c, unsigned long long *out) {
+    FIELD(c);
+    *out = is("noevents") ? 0 : 0x19f;
+    return OK;
+}
+int nvmlDeviceRegisterEvents(card *c, unsigned long long types, void *set) {
+    FIELD(c);
+    return set == &events && types == 8 ? OK : INVALID_ARGUMENT;
+}
+int nvmlEventSetWait_v2(void *set, event *out, unsigned ms) {
+    if (set != &events) return INVALID_ARGUMENT;
+    if (is("xiddead")) return 999;
+    int part = code("xidpart"), nobody = code("xidnull"), xid = part + nobody + code("xid");
+    if (!xid || strcmp(told, scenario()) == 0) {
+        if (!xid) told[0] = 0;
+        usleep(ms < 20 ? ms * 1000 : 20000);
+        return 10; /* TIMEOUT */
+    }
+    snprintf(told, sizeof told, "%s", scenario());
+    out->device = nobody ? NULL : &cards[B];
+    out->type = 8;
+    out->data = (unsigned)xid;
+    out->gpu_instance = part ? 2 : ~0U;
+    out->compute_instance = part ? 0 : ~0U;
     return OK;
 }

@@ -20,6 +20,9 @@ ROUNDS: Final = 3
 BUDGET_S: Final = 0.015
 """For one direction. Where it runs out, as it does on a slow link, larger sizes count as the last one measured."""
 
+REVISION: Final = 1
+"""Of how copies are striped. Raise it with every change that moves the thresholds: what is kept counts no more then."""
+
 Copy = Callable[[int], None]
 """Copies so many bytes."""
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 from gpurt.backend import GPUBackend
 from gpurt.backends.cuda_context import PrimaryContexts
 from gpurt.backends.cupy_driver import CuPyDriver
+from gpurt.backends.tuning_file import TuningFile
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.identity import device_identity, normalize_pci_address, normalize_uuid
 from gpurt.shell import DriverBackend
@@ -48,13 +49,20 @@ _TURING_WITHOUT = re.compile(r"\bGTX 16|\bT(?:4|5|6)\d\d\b|\bT1[02]00\b|\bMX[45]
 class CUDADriver(CuPyDriver):
     """CUDA devices in CUDA's own order, which ``CUDA_VISIBLE_DEVICES`` decides.
 
-    ``environ`` is looked at to explain an empty list (default: the process's own); it selects nothing.
+    ``environ`` is looked at to explain an empty list (default: the process's own); it selects nothing. ``tunings`` is
+    as for :class:`CuPyDriver`.
     """
 
     name: ClassVar[str] = "cuda"
 
-    def __init__(self, *, environ: Mapping[str, str] | None = None, contexts: PrimaryContexts | None = None) -> None:
-        super().__init__(contexts or PrimaryContexts())
+    def __init__(
+        self,
+        *,
+        environ: Mapping[str, str] | None = None,
+        contexts: PrimaryContexts | None = None,
+        tunings: TuningFile | None = None,
+    ) -> None:
+        super().__init__(contexts or PrimaryContexts(), tunings)
         self._environ = environ
         self._nvml: nvml.NvmlSession | None = None
         self._monitored: dict[int, str] = {}
@@ -84,7 +92,9 @@ class CUDADriver(CuPyDriver):
                 raise self._refusal(exc, trouble, records) from exc
             if not count:
                 raise self._nothing(trouble, records)
-            return tuple(self._describe(index, records) for index in range(count))
+            devices = tuple(self._describe(index, records) for index in range(count))
+            self.load_tunings(devices)
+            return devices
         except BaseException:
             self.close()
             raise
@@ -280,10 +290,14 @@ class CUDADriver(CuPyDriver):
 
 
 class CUDABackend(DriverBackend):
-    """NVIDIA GPUs; ``options`` are those of :class:`DriverBackend`."""
+    """NVIDIA GPUs; ``options`` are those of :class:`DriverBackend`.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(CUDADriver(), **options)
+    Args:
+        registry_path: the registry file, for what is measured of copies; None is the one in the user's state directory.
+    """
+
+    def __init__(self, *, registry_path: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        super().__init__(CUDADriver(tunings=TuningFile(registry_path)), **options)
 
 
 def create() -> GPUBackend:

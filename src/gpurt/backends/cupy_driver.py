@@ -6,7 +6,8 @@ ones, overlap. Copies release the GIL. Only :meth:`CuPyDriver.open` differs betw
 
 Which way host memory takes: pinned memory of :meth:`CuPyDriver.host_alloc` goes straight, in one asynchronous copy;
 small pageable copies are left to the library, in one call; large ones are striped over the staging crew
-(:mod:`gpurt.backends.staging`). What is large, a calibration tells (:mod:`gpurt.backends.copy_tuning`).
+(:mod:`gpurt.backends.staging`). What is large, a calibration tells (:mod:`gpurt.backends.copy_tuning`), which is kept
+for other processes where the driver is given a file for it (:mod:`gpurt.backends.tuning_file`).
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ import importlib.util
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from gpurt.backends import copy_tuning
+from gpurt.backends import copy_tuning, staging
 from gpurt.backends.bounce import Bounce
-from gpurt.backends.copy_tuning import CopyTuning
+from gpurt.backends.copy_tuning import LARGEST, CopyTuning
 from gpurt.backends.cupy_runtime import (
     DEVICE_TO_DEVICE,
-    ERROR_PEER_ACCESS_ALREADY_ENABLED,
     LOST_STATUSES,
     STREAM_NON_BLOCKING,
     import_runtime,
     out_of_memory,
 )
 from gpurt.backends.host_copies import HostCopies
+from gpurt.backends.peers import Peers
 from gpurt.backends.pinned import PinnedMemory
+from gpurt.backends.tuning_file import TuningFile
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceLost, GPUError, OutOfMemory, ReasonCode
-from gpurt.types import Capabilities
+from gpurt.types import Capabilities, GPUDevice
 
 log = logging.getLogger("gpurt.cupy")
 
@@ -61,6 +64,9 @@ class CuPyDriver(Driver):
     """The shared part; a vendor's driver adds ``open``, ``telemetry`` and ``name``.
 
     A memory token is the device address, an int. Any thread may call anything: each call selects its device.
+
+    Args:
+        tunings: where calibrations are kept beyond the process, or None for nowhere.
     """
 
     capabilities = Capabilities(
@@ -87,14 +93,14 @@ class CuPyDriver(Driver):
         ),
     )
 
-    def __init__(self, contexts: Contexts) -> None:
+    def __init__(self, contexts: Contexts, tunings: TuningFile | None = None) -> None:
         self._contexts = contexts
+        self._tunings = tunings
         self._runtime: Any = None
         self._lane = _Lane()
         self._host = HostCopies(self._on_stream)
-        self._peers: dict[tuple[int, int], bool] = {}
+        self._peers = Peers(self.name, self._select, contexts.retain)
         self._recent = 0
-        self._lock = threading.Lock()
 
     def attach(self, index: int) -> None:
         """Does nothing: a thread that only reads sensors must not cost a context (hundreds of MB of the device).
@@ -123,9 +129,11 @@ class CuPyDriver(Driver):
 
     def write(self, index: int, mem: int, offset: int, src: memoryview) -> None:
         self._host.copy("write", index, mem + offset, src)
+        self._keep_tuning(index, len(src))
 
     def read(self, index: int, mem: int, offset: int, dst: memoryview) -> None:
         self._host.copy("read", index, mem + offset, dst)
+        self._keep_tuning(index, len(dst))
 
     def load(self, index: int, mem: int, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
         """Fill ``mem[offset:offset + nbytes]`` from the open file ``fd``; returns bytes.
@@ -143,7 +151,7 @@ class CuPyDriver(Driver):
     ) -> None:
         """On one device and between peers directly; otherwise through host memory, see :mod:`gpurt.backends.bounce`."""
         source, target = src + src_offset, dst + dst_offset
-        if src_index != dst_index and not self._peer_access(src_index, dst_index):
+        if src_index != dst_index and not self._peers.reach(src_index, dst_index):
             _, stream = self._on_stream(src_index)
             self._bounce(src_index).copy(src_index, source, stream, dst_index, target, nbytes)
             return
@@ -153,6 +161,10 @@ class CuPyDriver(Driver):
         else:
             runtime.memcpyPeerAsync(target, dst_index, source, src_index, nbytes, stream)
         runtime.streamSynchronize(stream)
+
+    def peer_access(self, src_index: int, dst_index: int) -> bool | None:
+        """Whether copies from ``src_index`` reach ``dst_index`` directly; None before the first. Never waits."""
+        return True if src_index == dst_index else self._peers.known(src_index, dst_index)
 
     def pointer(self, index: int, mem: int) -> int:
         return mem
@@ -178,21 +190,27 @@ class CuPyDriver(Driver):
     def calibrate(self, index: int) -> CopyTuning:
         """Measure from which size on pageable copies are striped. Takes about 50 ms, and needs 32 MiB of the device.
 
-        Happens by itself at the first large copy, unless :meth:`use_tuning` came before.
+        Happens by itself at the first large copy, unless :meth:`use_tuning` came before or the file knows the device.
         """
-        return self._host.calibrate(index)
+        tuning = self._host.calibrate(index)
+        self._keep_tuning(index)
+        return tuning
 
     def use_tuning(self, index: int, tuning: CopyTuning) -> None:
         """Take what was measured earlier on this device and host. Ignored if the crew has another size now."""
         copy_tuning.known(self._runtime)[index] = tuning
+        if self._tunings is not None:
+            self._tunings.skip(index, tuning)
 
     def close(self) -> None:
-        self._peers.clear()
+        self._peers.forget()
         try:
             if self._host.pinned.unviewed:
                 self._host.pinned.sweep(self._any_device())
             self._host.close()
         finally:
+            if self._tunings is not None:
+                self._tunings.close()
             self._contexts.release()
 
     def classify(self, exc: Exception) -> type[GPUError] | None:
@@ -226,6 +244,11 @@ class CuPyDriver(Driver):
         self._runtime = runtime
         return runtime
 
+    def load_tunings(self, devices: Sequence[GPUDevice]) -> None:
+        """Take what is kept of the devices, which are in index order. Reads a file."""
+        if self._tunings is not None:
+            self._tunings.open(devices, copy_tuning.known(self._runtime), staging.crew_size())
+
     def memory_info(self, index: int) -> tuple[int, int]:
         """Free and total bytes of a device. Makes its context."""
         free, total = self._select(index).memGetInfo()
@@ -235,6 +258,11 @@ class CuPyDriver(Driver):
         return BackendUnavailable(text, backend=self.name, reason=ReasonCode.NO_LIBRARY, install_hint=install_hint)
 
     # Inside
+
+    def _keep_tuning(self, index: int, nbytes: int = LARGEST) -> None:
+        """After a copy of so many bytes, which may have caused a calibration."""
+        if self._tunings is not None and nbytes >= copy_tuning.SIZES[0]:
+            self._tunings.note(index)
 
     def _select(self, index: int) -> Any:
         """Make ``index`` the calling thread's device; returns the runtime."""
@@ -253,28 +281,6 @@ class CuPyDriver(Driver):
         if stream is None:
             stream = self._lane.streams[index] = runtime.streamCreateWithFlags(STREAM_NON_BLOCKING)
         return runtime, stream
-
-    def _peer_access(self, src_index: int, dst_index: int) -> bool:
-        """Whether ``src_index`` reaches ``dst_index`` directly; enabled on first use."""
-        pair = (src_index, dst_index)
-        with self._lock:
-            if pair not in self._peers:
-                self._peers[pair] = self._enable_peer_access(src_index, dst_index)
-            return self._peers[pair]
-
-    def _enable_peer_access(self, src_index: int, dst_index: int) -> bool:
-        runtime = self._select(src_index)
-        if not runtime.deviceCanAccessPeer(src_index, dst_index):
-            log.info("%s:%d cannot reach %s:%d: copies go through the host", self.name, src_index, self.name, dst_index)
-            return False
-        self._contexts.retain(dst_index)
-        try:
-            runtime.deviceEnablePeerAccess(dst_index)
-        except runtime.CUDARuntimeError as exc:
-            # By another library of this process, or by us before a close(): contexts outlive it.
-            if exc.status != ERROR_PEER_ACCESS_ALREADY_ENABLED:
-                raise
-        return True
 
     def _bounce(self, src_index: int) -> Bounce:
         bounce = self._lane.bounces.get(src_index)

@@ -15,6 +15,9 @@ HOST_ALLOC_PORTABLE: Final = 1
 """Pinned for every device of the process, not only for the one that was current."""
 ERROR_MEMORY_ALLOCATION: Final = 2
 ERROR_PEER_ACCESS_ALREADY_ENABLED: Final = 704
+PEERS_REFUSED_STATUSES: Final = frozenset({217, 711})
+"""Peer access unsupported between these two, or the device has as many peers as the hardware bears (eight, without a
+switch). Neither spoils the context: their copies go through the host."""
 LOST_STATUSES: Final = frozenset({46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Statuses after which "any further CUDA work will return the same error" (driver_types.h), uncorrectable ECC and
 NVLink errors (214, 220), devices unavailable (46), and unknown (999), after which nothing is known of the context."""

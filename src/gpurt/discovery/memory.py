@@ -17,6 +17,7 @@ from gpurt.discovery.remembered import MAX_ANSWERS, Remembered
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
 from gpurt.errors import ReasonCode
+from gpurt.registry.records import Link, between
 from gpurt.types import GPUDevice
 
 _HARMFUL: Final = frozenset({ReasonCode.TIMEOUT, ReasonCode.CRASHED})
@@ -53,6 +54,7 @@ class DiscoveryMemory:
         """Why there is no answer although there was a file."""
         self.known: dict[str, tuple[Remembered, ...]] = {}
         """Verified answers of each backend that hold while their signature does, the newest first."""
+        self._links: tuple[Link, ...] = ()
         self._fresh: dict[str, Remembered] = {}
         self._forgotten: set[str] = set()
         """Backends whose answers, and answers that, the file does not know to be gone, or there, yet."""
@@ -71,6 +73,7 @@ class DiscoveryMemory:
             if self.file.quarantined is not None:
                 self.recovered_from = f"recovered: the registry was corrupt, see {self.file.quarantined}"
             return
+        self._links = _links_of(document)
         document = self._of_given(document, self._given()) if self._given else _of_host(document)
         if not document.discovered:
             return
@@ -90,6 +93,7 @@ class DiscoveryMemory:
             reports=document.reports,
             discovery_status="stale",
             timestamp=document.timestamp,
+            topology=between(self._links, {device.stable_id for device in document.devices}),
             registry=str(self.file.path),
             persisted=True,
         )
@@ -114,6 +118,10 @@ class DiscoveryMemory:
             return None
         age = self._age_at_load + self._clock() - self._loaded_at
         return self.remembered.model_copy(update={"age_s": max(age, 0.0)})
+
+    def topology(self, devices: Iterable[GPUDevice]) -> tuple[Link, ...]:
+        """What was measured between these devices, as the file said when it was last read or written here."""
+        return between(self._links, {device.stable_id for device in devices})
 
     def learn(self, answers: Mapping[str, BackendAnswer], marks: Mapping[str, str] = MappingProxyType({})) -> None:
         """Take in what was just asked: answers, back-off, verifications. ``marks``: what is installed for each."""
@@ -199,6 +207,8 @@ class DiscoveryMemory:
                 verified=_of_devices({*verified, *(old.verified if old and others else ())}, devices),
                 remembered=self._merged(old),
                 attempts=attempts,
+                tuning=old.tuning if old else (),
+                topology=old.topology if old else (),
             )
             if simulated:
                 return (whole or RegistryDocument()).model_copy(update={"simulated": new})
@@ -209,12 +219,13 @@ class DiscoveryMemory:
     async def _update(self, change: Callable[[RegistryDocument | None], RegistryDocument]) -> bool:
         fresh, forgotten = dict(self._fresh), set(self._forgotten)
         try:
-            await off_loop("registry", lambda: self.file.update(change))
+            written = await off_loop("registry", lambda: self.file.update(change))
         except (OSError, RegistryTooNew) as exc:
             if not self._warned:
                 self._warned = True
                 _log.warning("the registry %s is not saved: %s", self.file.path, exc)
             return False
+        self._links = _links_of(written)
         self._forgotten -= forgotten
         self._fresh = {name: answer for name, answer in self._fresh.items() if fresh.get(name) is not answer}
         return True
@@ -226,6 +237,10 @@ class DiscoveryMemory:
         for name, answer in self._fresh.items():
             merged[name] = _with(answer, merged.get(name, ()))
         return merged
+
+
+def _links_of(document: RegistryDocument) -> tuple[Link, ...]:
+    return (*document.topology, *(document.simulated.topology if document.simulated else ()))
 
 
 def _of_host(document: RegistryDocument) -> RegistryDocument:

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from gpurt.errors import ReasonCode
+from gpurt.registry.records import Link
 from gpurt.types import BackendReport, DeviceKind, GPUDevice, MappingModel
 
 SCHEMA_VERSION: Final = 1
@@ -38,6 +39,8 @@ class DiscoveryResult(MappingModel):
     """ISO 8601, UTC: when the devices were looked up."""
     pending: tuple[str, ...] = ()
     """In a ``preview``: backends that have not answered yet."""
+    topology: tuple[Link, ...] = ()
+    """Links between these devices that were measured, now or earlier (:mod:`gpurt.links`)."""
     registry: str | None = None
     """Path of the registry file."""
     persisted: bool = False
@@ -50,9 +53,14 @@ class DiscoveryResult(MappingModel):
         return super().__getitem__("schema_version" if key == "schema" else key)
 
     def document(self) -> dict[str, Any]:
-        """The JSON document of ``python -m gpurt.discover --json``: plain values only."""
-        data = self.model_dump(mode="json", exclude={"schema_version", "persisted", "age_s", "pending"})
-        return {"schema": self.schema_version, **data}
+        """The JSON document of ``python -m gpurt.discover --json``: plain values only.
+
+        ``topology`` is there where a link was measured.
+        """
+        left_out = {"schema_version", "persisted", "age_s", "pending"}
+        if not self.topology:
+            left_out.add("topology")
+        return {"schema": self.schema_version, **self.model_dump(mode="json", exclude=left_out)}
 
 
 def summarize(

@@ -251,7 +251,9 @@ class GPUDiscoveryService:
         if changed or not patient or not persisted or self._memory.unsaved:
             # Nobody who waits for the devices should be told late because a disk is slow: events are out already.
             persisted = await self._memory.store(result)
-        self._last, self._last_at = result.model_copy(update={"persisted": persisted}), self._clock()
+        measured = self._memory.topology(result.devices)
+        result = result.model_copy(update={"persisted": persisted, "topology": measured})
+        self._last, self._last_at = result, self._clock()
         return self._last
 
     async def _ask_all(self, care: Care) -> dict[str, BackendAnswer]:

@@ -193,6 +193,10 @@ class SimulatedDriver(Driver):
             dst.write(dst_offset + done, part)
         self._wait(ends_at)
 
+    def peer_access(self, src_index: int, dst_index: int) -> bool:
+        source, target = self._slot(src_index), self._slot(dst_index)
+        return source is target or _path(source, target) == (source.peer, target.peer)
+
     def sync(self, index: int) -> None:
         self._slot(index)
 

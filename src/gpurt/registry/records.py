@@ -1,0 +1,137 @@
+"""What is measured on a host and kept: copy tunings and links between devices.
+
+Entries are recognised by stable device ids (:attr:`gpurt.types.GPUDevice.stable_id`). They save time and tell what was
+true when they were measured; one that does not validate is as if it were not there, and never costs the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Final, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gpurt.types import MappingModel
+
+MAX_TUNINGS: Final = 256
+MAX_LINKS: Final = 4096
+"""All ordered pairs of 64 devices; as many take about 2 MiB of the file."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_log = logging.getLogger("gpurt.registry")
+
+
+class TuningRecord(BaseModel):
+    """From which size on one device's copies of pageable memory are striped, and what that was measured with.
+
+    The figures hold for this device, driver version, crew size and revision of the copying code, and no other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    device: str = Field(min_length=1)
+    """Stable id."""
+    backend: str = Field(min_length=1)
+    driver_version: str = Field(min_length=1)
+    threads: int = Field(ge=1)
+    revision: int
+    write_min_bytes: int | None = Field(ge=1)
+    """Smallest copy to the device that is striped; None where plain copies are as fast at every size."""
+    read_min_bytes: int | None = Field(ge=1)
+    measured_at: str
+    """ISO 8601, UTC."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """One entry of each is kept. A new driver version or revision replaces the old one; workers of one host whose
+        CPU quotas differ have crews of different sizes, and would drive out each other's."""
+        return self.device, self.backend, self.threads
+
+
+class LinkType(StrEnum):
+    """The way that copies from one device to another take."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+    HOST = "host"
+    """Staged through host memory: the devices do not reach each other."""
+    SAME = "same"
+    """Within one device."""
+    UNKNOWN = "unknown"
+    """Nobody tells; ``link_reason`` says who could not. Also a way that this version does not know."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> LinkType:
+        return cls.UNKNOWN
+
+
+class Link(MappingModel):
+    """One measurement of the way from one device to another. Ordered: the way back is another link."""
+
+    src: str = Field(min_length=1)
+    dst: str = Field(min_length=1)
+    """Stable ids; the two below are the names that the devices had when they were measured."""
+    src_device_id: str
+    dst_device_id: str
+    link_type: LinkType
+    link_reason: str | None = None
+    """Why ``link_type`` is ``unknown`` or ``host``, where somebody says."""
+    wiring: str | None = None
+    """What lies between the devices, whether copies use it or not: ``"18 NVLinks"``, ``"one PCIe host bridge"``."""
+    peer_access: bool | None = None
+    """Whether the devices reach each other's memory; None where the backend does not tell."""
+    bandwidth_gbps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Median, GB/s (10^9 bytes per second), of large copies in one direction with nothing else going on."""
+    latency_us: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Median microseconds from the call of a copy of 4 KiB to its result in the caller's hands."""
+    bytes_measured: int = Field(default=0, ge=0)
+    """Size of each large copy."""
+    failure: str | None = None
+    """Why there are no figures."""
+    driver_version: str | None = None
+    measured_at: str
+    """ISO 8601, UTC."""
+    simulated: bool = False
+
+
+def readable(model: type[_Model], entries: Any) -> tuple[_Model, ...]:
+    """The entries that are ``model``'s, in their order. Each of the others leaves a line in the log."""
+    found: list[_Model] = []
+    if not isinstance(entries, list | tuple):
+        if entries is not None:
+            _log.info("the registry's %s entries are ignored: they are no list", model.__name__)
+        return ()
+    for entry in cast("Iterable[Any]", entries):
+        try:
+            found.append(model.model_validate(entry))
+        except ValidationError as exc:
+            error = exc.errors()[0]
+            where = ".".join(map(str, error["loc"]))
+            _log.info("a %s of the registry is ignored: %s %s", model.__name__, where, error["msg"])
+    return tuple(found)
+
+
+def with_tuning(records: Iterable[TuningRecord], new: TuningRecord) -> tuple[TuningRecord, ...]:
+    """The newest first."""
+    return (new, *(record for record in records if record.key != new.key))[:MAX_TUNINGS]
+
+
+def with_links(links: Iterable[Link], new: Iterable[Link]) -> tuple[Link, ...]:
+    """The newest first; of each ordered pair only the last measurement."""
+    latest = {(link.src, link.dst): link for link in new}
+    rest = (link for link in links if (link.src, link.dst) not in latest)
+    return (*latest.values(), *rest)[:MAX_LINKS]
+
+
+def between(links: Iterable[Link], ids: Collection[str]) -> tuple[Link, ...]:
+    """The links that both begin and end at one of these stable ids."""
+    return tuple(link for link in links if link.src in ids and link.dst in ids)
+
+
+def utc_now() -> str:
+    """ISO 8601 in UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,239 @@
+"""Shards from a peer: weights that another device has already, copied from there instead of from the disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from gpurt.backend import GPUBackend
+from gpurt.errors import DeviceNotFound, OutOfRange
+from gpurt.memory.hosttensor import off_loop
+from gpurt.memory.scope import ScopedArray
+from gpurt.memory.transfer import Place, transfer
+from gpurt.types import MemoryHandle
+from gpurt.undo import undo_allocations
+from gpurt.weights.errors import shown
+from gpurt.weights.header import DTYPES, TensorInfo
+from gpurt.weights.loaded import LoadedTensor, LoadedWeights
+from gpurt.weights.plan import ALIGNMENT_BYTES, Block, plan_blocks
+
+T = TypeVar("T")
+
+Piece = LoadedTensor | ScopedArray | MemoryHandle
+"""Something with a name in a shard: a tensor of ``gpurt.weights``, an array, or a whole allocation."""
+
+
+async def copy_shard_from_peer(
+    shard: Mapping[str, LoadedTensor],
+    peer: GPUBackend,
+    backend: GPUBackend,
+    device_id: str,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> LoadedWeights:
+    """Copy tensors that ``peer`` holds to new memory of ``device_id``, packed as after a load from a file.
+
+    The peer is another device of the same backend (copied directly) or another backend of this process and event loop
+    (streamed through host buffers). Its tensors are only read: nothing is allocated there, and they stay whose they
+    are. Keep them until this returns; should they be freed meanwhile, the copy fails with ``InvalidHandle``.
+
+    Everything is checked before anything is allocated, and allocated before anything is copied. What was allocated is
+    freed on any error and on cancellation, which returns at once.
+
+    Args:
+        shard: tensors by name: a ``LoadedWeights``, or a part of one.
+        on_progress: called on the event loop with the bytes copied so far and the bytes in all, padding included. What
+            it raises ends the copy.
+
+    Raises:
+        OutOfRange: a tensor's size is not that of its shape and dtype, or it does not lie inside its allocation.
+        InvalidHandle: the peer does not hold it (any more).
+        DeviceNotFound: ``backend`` has no such device. OutOfMemory: the shard does not fit.
+        DeviceLost, TransferFailed: of either side.
+    """
+    blocks = await _checked("copy_shard_from_peer", partial(_plan, dict(shard)))
+    if await backend.get_device(device_id) is None:
+        known = ", ".join(device.device_id for device in backend.devices)
+        raise DeviceNotFound(
+            f"no device {device_id!r}; there are: {known}", backend=backend.name, operation="copy_shard_from_peer"
+        )
+    await _check_handles(peer, (source for source, _ in blocks))
+    handles: list[MemoryHandle] = []
+    try:
+        for _, block in blocks:
+            handles.append(await backend.allocate(device_id, block.size_bytes))
+        moves, tensors = await off_loop(partial(_place, blocks, handles))
+        await _run(moves, peer, backend, on_progress)
+    except BaseException as failure:
+        await undo_allocations(backend, handles, failure)
+        raise
+    return LoadedWeights(backend, {name: tensors[name] for name in shard}, handles, ())
+
+
+async def update_shard_from_peer(
+    shard: Mapping[str, Piece],
+    peer: GPUBackend,
+    local: Mapping[str, Piece],
+    backend: GPUBackend,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Copy what ``peer`` holds over memory that is there already: ``local`` has the same names with the same sizes.
+
+    For weights that change on one device and are used on another. Nothing is allocated on either device. A copy that
+    failed or was cancelled leaves ``local`` partly old and partly new.
+
+    Raises:
+        OutOfRange: names, sizes, dtypes or shapes differ. Before anything is copied.
+        InvalidHandle: a side does not hold one of its pieces. DeviceLost, TransferFailed: of either side.
+    """
+    moves = await _checked("update_shard_from_peer", partial(_match, dict(shard), dict(local)))
+    await _check_handles(peer, (move.source for move in moves))
+    await _check_handles(backend, (move.target for move in moves))
+    await _run(moves, peer, backend, on_progress)
+
+
+@dataclass(slots=True)
+class _Move:
+    """One copy: as many neighbours at a time as lie in both allocations alike."""
+
+    source: MemoryHandle
+    source_offset: int
+    target: MemoryHandle
+    target_offset: int
+    size_bytes: int
+
+
+async def _run(
+    moves: list[_Move], peer: GPUBackend, backend: GPUBackend, on_progress: Callable[[int, int], None] | None
+) -> None:
+    total, before = sum(move.size_bytes for move in moves), 0
+
+    def report(done: int) -> None:
+        if on_progress is not None:
+            on_progress(before + done, total)
+
+    report(0)
+    for move in moves:
+        source = Place(peer, move.source, move.source_offset)
+        await transfer(source, Place(backend, move.target, move.target_offset), move.size_bytes, on_progress=report)
+        before += move.size_bytes
+
+
+async def _checked(operation: str, call: Callable[[], T]) -> T:
+    """Passes over all tensors, of which a checkpoint may have 100,000, run off the event loop."""
+    try:
+        return await off_loop(call)
+    except OutOfRange as exc:
+        exc.operation = operation
+        raise
+
+
+def _plan(shard: Mapping[str, LoadedTensor]) -> list[tuple[MemoryHandle, Block]]:
+    """The peer's allocations, each with a block of its tensors in the order in which they lie there."""
+    groups: dict[MemoryHandle, list[TensorInfo]] = {}
+    for name, tensor in shard.items():
+        _check_tensor(name, tensor)
+        info = TensorInfo(name, tensor.dtype, tensor.shape, tensor.offset_bytes, tensor.size_bytes)
+        groups.setdefault(tensor.handle, []).append(info)
+    return [
+        (handle, block)
+        for handle, infos in groups.items()
+        for block in plan_blocks(sorted(infos, key=lambda info: (info.offset_bytes, info.size_bytes)))
+    ]
+
+
+def _place(
+    blocks: Sequence[tuple[MemoryHandle, Block]], handles: Sequence[MemoryHandle]
+) -> tuple[list[_Move], dict[str, LoadedTensor]]:
+    """What to copy, and the tensors that there will be."""
+    moves: list[_Move] = []
+    tensors: dict[str, LoadedTensor] = {}
+    for (source, block), target in zip(blocks, handles, strict=True):
+        moves += _moves(source, target, block)
+        for each in block.placed:
+            name, info = each.tensor.name, each.tensor
+            tensors[name] = LoadedTensor(name, target, each.offset_bytes, info.size_bytes, info.dtype, info.shape)
+    return moves, tensors
+
+
+def _match(shard: Mapping[str, Piece], local: Mapping[str, Piece]) -> list[_Move]:
+    for name in shard.keys() ^ local.keys():
+        raise _refused(name, f"is there only {'at the peer' if name in shard else 'here'}")
+    moves: list[_Move] = []
+    for name, theirs in shard.items():
+        ours = local[name]
+        (source, source_offset, size), (target, target_offset, room) = _extent(name, theirs), _extent(name, ours)
+        if size != room:
+            raise _refused(name, f"has {size:,} bytes at the peer and {room:,} here")
+        _check_alike(name, theirs, ours)
+        moves.append(_Move(source, source_offset, target, target_offset, size))
+    return moves
+
+
+def _moves(source: MemoryHandle, target: MemoryHandle, block: Block) -> Iterator[_Move]:
+    move: _Move | None = None
+    for each in block.placed:
+        start, size = each.tensor.offset_bytes, each.tensor.size_bytes
+        if not size:
+            continue
+        if move is not None and (move.source_offset + move.size_bytes, move.target_offset + move.size_bytes) == (
+            start,
+            each.offset_bytes,
+        ):
+            move.size_bytes += size
+        else:
+            if move is not None:
+                yield move
+            move = _Move(source, start, target, each.offset_bytes, size)
+        # Padding goes along: libraries with coarse copies ask for ends at multiples, or at the allocation's end.
+        room = min(source.size_bytes - move.source_offset, target.size_bytes - move.target_offset)
+        move.size_bytes = min(room, -(-move.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    if move is not None:
+        yield move
+
+
+def _extent(name: str, piece: Piece) -> tuple[MemoryHandle, int, int]:
+    """Allocation, offset and size of a piece."""
+    if isinstance(piece, MemoryHandle):
+        return piece, 0, piece.size_bytes
+    if isinstance(piece, ScopedArray):
+        return piece.handle, 0, piece.handle.size_bytes
+    if not isinstance(piece, LoadedTensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _refused(name, f"is a {type(piece).__name__}, not a tensor")
+    offset, size, whole = piece.offset_bytes, piece.size_bytes, piece.handle.size_bytes
+    if offset < 0 or size < 0 or offset + size > whole:
+        raise _refused(name, f"has {size:,} bytes at {offset:,}, which is not inside its allocation of {whole:,} bytes")
+    return piece.handle, offset, size
+
+
+def _check_tensor(name: str, tensor: LoadedTensor) -> None:
+    if not isinstance(tensor, LoadedTensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _refused(name, f"is a {type(tensor).__name__}, not a tensor of loaded weights")
+    _extent(name, tensor)
+    known = DTYPES.get(tensor.dtype)
+    if known is None or math.prod(tensor.shape) * known.bits != tensor.size_bytes * 8:
+        raise _refused(name, f"is {tensor.dtype} of shape {tensor.shape}, which is not {tensor.size_bytes:,} bytes")
+
+
+def _check_alike(name: str, theirs: Piece, ours: Piece) -> None:
+    # Between names of the file format and NumPy's, sizes must do.
+    if isinstance(theirs, LoadedTensor) and isinstance(ours, LoadedTensor) and theirs.dtype != ours.dtype:
+        raise _refused(name, f"is {theirs.dtype} at the peer and {ours.dtype} here")
+    if isinstance(theirs, ScopedArray) and isinstance(ours, ScopedArray) and theirs.dtype != ours.dtype:
+        raise _refused(name, f"is {theirs.dtype} at the peer and {ours.dtype} here")
+    if not isinstance(theirs, MemoryHandle) and not isinstance(ours, MemoryHandle) and theirs.shape != ours.shape:
+        raise _refused(name, f"has shape {theirs.shape} at the peer and {ours.shape} here")
+
+
+def _refused(name: str, what: str) -> OutOfRange:
+    return OutOfRange(f"{shown(name)} {what}")
+
+
+async def _check_handles(backend: GPUBackend, handles: Iterable[MemoryHandle]) -> None:
+    for handle in dict.fromkeys(handles):
+        # No bytes: the library is not called, and a handle that is dead or of somebody else is refused.
+        await backend.copy_from_device(handle, 0, 0)
