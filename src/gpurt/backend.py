@@ -19,6 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pickle import PickleBuffer
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -268,4 +269,7 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
         # cast() refuses views with a zero in their shape.
         view.release()
         return memoryview(bytearray() if writable else b"")
-    return view.cast("B")
+    try:
+        return view.cast("B")
+    except ValueError:  # elements of a format that struct knows and cast() does not: ctypes arrays, structured dtypes
+        return PickleBuffer(view).raw()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 import pkgutil
+import struct
 
 import numpy as np
 import pytest
@@ -157,6 +159,18 @@ async def test_concrete_methods_work_on_the_fourteen_alone() -> None:
                 await backend.view(handle)
             assert await backend.trim() == 0
         assert backend.freed == [handle]
+
+
+def test_byte_view_of_elements_that_memoryview_cannot_cast() -> None:
+    doubles = (ctypes.c_double * 2)(1.0, 2.0)
+    view = byte_view(doubles, writable=True)
+    assert (view.format, view.nbytes, bytes(view)) == ("B", 16, bytes(doubles))
+    view[0:8] = struct.pack("d", 5.0)
+    assert doubles[0] == 5.0
+    records = np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f8")])
+    assert bytes(byte_view(records)) == records.tobytes()
+    with pytest.raises(OutOfRange, match="read-only"):
+        byte_view(np.frombuffer(records.tobytes(), records.dtype), writable=True)
 
 
 def test_byte_view_takes_any_contiguous_buffer() -> None:
