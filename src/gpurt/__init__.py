@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     )
     from gpurt.memory.arrays import DeviceArray
     from gpurt.memory.manager import MemoryManager
-    from gpurt.shards import copy_shard_from_peer, update_shard_from_peer
     from gpurt.shell import DriverBackend
     from gpurt.tensors import get_memory_manager, to_device
     from gpurt.types import (
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
         MemoryInfo,
         Telemetry,
     )
+    from gpurt.weights.peer import copy_shard_from_peer, update_shard_from_peer
 
     __version__: str
 
@@ -136,7 +136,7 @@ _HOMES = {
     ),
     "gpurt.memory.arrays": ("DeviceArray",),
     "gpurt.memory.manager": ("MemoryManager",),
-    "gpurt.shards": ("copy_shard_from_peer", "update_shard_from_peer"),
+    "gpurt.weights.peer": ("copy_shard_from_peer", "update_shard_from_peer"),
     "gpurt.shell": ("DriverBackend",),
     "gpurt.tensors": ("get_memory_manager", "to_device"),
     "gpurt.types": (

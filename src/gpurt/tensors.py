@@ -10,8 +10,8 @@ from gpurt.memory.hosttensor import understand
 from gpurt.memory.manager import MemoryManager, manager_of
 from gpurt.memory.scope import MemoryScope
 from gpurt.memory.transfer import Place, transfer
+from gpurt.memory.undo import undo_allocations
 from gpurt.types import GPUDevice
-from gpurt.undo import undo_allocations
 
 Device = str | GPUDevice | MemoryManager
 """``"cuda:0"``, or ``"cuda"`` for the first device of that backend; a device record; a manager."""

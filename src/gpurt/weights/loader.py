@@ -15,10 +15,11 @@ from typing import Final, TypeVar
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, GPUError, OutOfMemory, OutOfRange, Unsupported
 from gpurt.lane import Lane
+from gpurt.memory.undo import free_all
 from gpurt.types import MemoryHandle
 from gpurt.weights.errors import shown
 from gpurt.weights.header import TensorInfo
-from gpurt.weights.loaded import LoadedTensor, LoadedWeights, free_all
+from gpurt.weights.loaded import LoadedTensor, LoadedWeights
 from gpurt.weights.plan import Block, Gather, Run, halve, plan_blocks, plan_transfers
 from gpurt.weights.selection import Only, Placement, place, select
 from gpurt.weights.sources import Source, Sources

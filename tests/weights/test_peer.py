@@ -28,11 +28,11 @@ from gpurt.errors import (
 )
 from gpurt.memory import transfer
 from gpurt.memory.hostbuffer import HostBuffer
-from gpurt.shards import copy_shard_from_peer, update_shard_from_peer
 from gpurt.shell import DriverBackend
 from gpurt.tensors import get_memory_manager, to_device
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, parse_simulation
 from gpurt.weights import LoadedWeights, load_safetensors
+from gpurt.weights.peer import copy_shard_from_peer, update_shard_from_peer
 from tests.weights.support import check, eventually, tensor, write, write_sharded
 
 CONTENT = {

@@ -13,8 +13,8 @@ from gpurt.errors import DeviceNotFound, OutOfRange
 from gpurt.memory.hosttensor import off_loop
 from gpurt.memory.scope import ScopedArray
 from gpurt.memory.transfer import Place, transfer
+from gpurt.memory.undo import undo_allocations
 from gpurt.types import MemoryHandle
-from gpurt.undo import undo_allocations
 from gpurt.weights.errors import shown
 from gpurt.weights.header import DTYPES, TensorInfo
 from gpurt.weights.loaded import LoadedTensor, LoadedWeights

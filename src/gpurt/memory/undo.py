@@ -1,0 +1,67 @@
+"""Freeing many allocations at once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from gpurt.backend import GPUBackend
+from gpurt.errors import BackendClosed, GPUError, HandleInUse
+from gpurt.types import MemoryHandle
+
+log = logging.getLogger("gpurt.memory")
+
+
+async def undo_allocations(backend: GPUBackend, handles: Sequence[MemoryHandle], failure: BaseException) -> None:
+    """Free ``handles`` because of ``failure``, which the caller raises next. After a cancellation that is submitted and
+    not waited for: who cancels must not wait for a driver that hangs."""
+    _, error = await free_all(backend, handles, detach=isinstance(failure, asyncio.CancelledError))
+    if isinstance(error, GPUError):
+        log.error("an allocation was not freed after a failure: %s", error)
+    elif error is not None:
+        raise error from failure  # cancelled meanwhile: who cancels must see it
+
+
+async def free_all(
+    backend: GPUBackend, handles: Sequence[MemoryHandle], *, detach: bool = False
+) -> tuple[list[MemoryHandle], BaseException | None]:
+    """Free every handle, whatever happens on the way.
+
+    Args:
+        detach: return as soon as all are submitted. A cancelled call does the same: it frees, and does not wait.
+
+    Returns:
+        The handles with live views, which are still there, and the cancellation or the first error, for the caller
+        to raise. Further errors are logged.
+    """
+    tasks = {asyncio.create_task(backend.deallocate(handle)): handle for handle in handles}
+    if not tasks:
+        return [], None
+    cancelled: asyncio.CancelledError | None = None
+    try:
+        # Every task has had its first step, and so submitted, before this one is resumed; also when cancelled.
+        await asyncio.sleep(0)
+        if not detach:
+            await asyncio.wait(tasks)
+    except asyncio.CancelledError as exc:
+        cancelled = exc
+    for task in tasks:
+        task.cancel()  # what was submitted is freed all the same
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    kept: list[MemoryHandle] = []
+    failed: BaseException | None = None
+    for task, handle in tasks.items():
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, BackendClosed):
+            continue  # a shutdown has freed everything
+        if isinstance(error, HandleInUse):
+            kept.append(handle)
+        if failed is not None or cancelled is not None:
+            log.error("an allocation was not freed: %s", error)
+        failed = failed or error
+    return kept, cancelled or failed
