@@ -1,70 +1,56 @@
-"""How fast the CPU backend moves bytes, beside ``numpy.copyto`` on memory that is already there."""
+"""Copies within a device, and across to another where there is one."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from gpurt.backends.cpu_backend import CPUBackend
-from gpurt.benchmarks.measurement import Call, Measurement, gb_per_second, in_executor, medians
+from gpurt.benchmarks import targets
+from gpurt.benchmarks.bench import Bench
+from gpurt.benchmarks.clocks import rates, seconds
+from gpurt.benchmarks.measurement import Measurement, size_name
+from gpurt.benchmarks.plan import MIB
+from gpurt.benchmarks.raw import opened
+from gpurt.types import GPUDevice
 
 
-async def measure(*, quick: bool) -> list[Measurement]:
+async def measure(bench: Bench) -> list[Measurement]:
+    rows: list[Measurement] = []
+    for nbytes in sorted({min(MIB, bench.plan.bulk_bytes), bench.plan.bulk_bytes}):
+        rows.append(await _copy(bench, nbytes, None))
+        if bench.second is not None:
+            rows.append(await _copy(bench, nbytes, bench.second))
+    return rows
+
+
+async def _copy(bench: Bench, nbytes: int, second: GPUDevice | None) -> Measurement:
     import numpy as np
 
-    nbytes, rounds = (64 << 20, 3) if quick else (256 << 20, 7)
-    mib = nbytes >> 20
-    host = np.ones(nbytes, np.uint8)
-    other = np.ones(nbytes, np.uint8)
-
-    async def direct_copy() -> None:
-        np.copyto(other, host)
-
-    with ThreadPoolExecutor(1) as executor:
-        executor_copy = in_executor(executor, np.copyto, other, host)
-        executor_bytes = in_executor(executor, other.tobytes)
-        async with CPUBackend(devices=2) as backend:
-            first, second = (device.device_id for device in backend.devices)
-            async with backend.allocation(first, nbytes) as handle, backend.allocation(second, nbytes) as there:
-                await backend.copy_to_device(host.data, handle)  # touch the pages once
-                await backend.copy_to_device(host.data, there)
-                rows: dict[str, tuple[Call, Call, str]] = {
-                    "copy_to_device": (
-                        lambda: backend.copy_to_device(host.data, handle),
-                        executor_copy,
-                        "copyto in executor",
-                    ),
-                    "copy_into, reused memory": (
-                        lambda: backend.copy_into(handle, other.data),
-                        executor_copy,
-                        "copyto in executor",
-                    ),
-                    "copy_from_device, new bytes": (
-                        lambda: backend.copy_from_device(handle),
-                        executor_bytes,
-                        "tobytes in executor",
-                    ),
-                    "copy_device_to_device": (
-                        lambda: backend.copy_device_to_device(handle, there, nbytes),
-                        executor_copy,
-                        "copyto in executor",
-                    ),
-                }
-                results: list[Measurement] = []
-                for name, (ours, peer, peer_name) in rows.items():
-                    figures = await medians(
-                        rounds, *(partial(gb_per_second, nbytes, call) for call in (ours, peer, direct_copy))
-                    )
-                    results.append(
-                        Measurement(
-                            "copies",
-                            f"{name}, {mib} MiB",
-                            "GB/s",
-                            figures[0],
-                            peer=figures[1],
-                            peer_name=peer_name,
-                            ceiling=figures[2],
-                            ceiling_name="copyto, one thread",
-                        )
-                    )
-    return results
+    across, backend = second is not None, bench.backend
+    nbytes = await bench.fitting(nbytes, host=1, device=1 if across else 2, raw=2, second=second)
+    raw = bench.raw(2 * nbytes, second)
+    async with (
+        opened(raw) as threads,
+        backend.allocation(bench.device_id, nbytes) as here,
+        backend.allocation(second.device_id if second else bench.device_id, nbytes) as there,
+    ):
+        host = await threads(partial(np.ones, nbytes, np.uint8))
+        await backend.copy_to_device(host.data, here)
+        copy = partial(backend.copy_device_to_device, here, there, nbytes)
+        await copy()  # gpurt's first copy enables the direct path, for the bare one as well
+        ordinary, best = raw.device_copies(nbytes, across=across)
+        ways = {way.name: threads.timed(way.call) for way in (ordinary, best) if way is not None}
+        figures = await rates(nbytes, bench.plan.turns(nbytes), ways | {"ours": partial(seconds, copy)})
+    ceiling = raw.ceiling(figures, best.name, None if ordinary is None else ordinary.name)
+    # A small copy is call overhead, of which nothing is promised here.
+    bounds = targets.device_copy(backend.name, across=across) if nbytes > MIB else targets.Bounds()
+    return Measurement(
+        "copies",
+        f"{'across to a second device' if across else 'within the device'}, {size_name(nbytes)}",
+        "GB/s",
+        figures["ours"],
+        peer=None if ordinary is None else figures[ordinary.name],
+        peer_name="" if ordinary is None else ordinary.name,
+        ceiling=figures[ceiling],
+        ceiling_name=ceiling,
+        **bounds,
+    )

@@ -1,4 +1,4 @@
-"""Bare CUDA through CuPy's runtime binding: what gpurt's copies are compared with. Blocking; needs a GPU.
+"""Bare CUDA (and HIP) through CuPy's runtime binding: what gpurt's copies are compared with. Blocking; needs a GPU.
 
 As a program (``python -m gpurt.benchmarks.cuda_raw init|memory``) it prints one JSON object, so that a start of
 CUDA can be timed in a process that had none.
@@ -6,143 +6,225 @@ CUDA can be timed in a process that had none.
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Final, Self
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
 
-HOST_TO_DEVICE: Final = 1  # cudaMemcpyKind
-DEVICE_TO_HOST: Final = 2
-NON_BLOCKING: Final = 1  # cudaStreamNonBlocking
+from gpurt.backends.cupy_runtime import (
+    DEVICE_TO_DEVICE,
+    DEVICE_TO_HOST,
+    HOST_ALLOC_PORTABLE,
+    HOST_TO_DEVICE,
+    STREAM_NON_BLOCKING,
+    address_of,
+    bytes_array,
+    import_runtime,
+)
+from gpurt.benchmarks.raw import Blocking, Direction, Raw, Way
+
+_LARGEST_PINNED: Final = 1 << 30
+"""Pinning takes 0.4 to 0.5 s per GiB; more than this is copied in pieces, queued without a pause."""
+
+_KINDS: Final[dict[Direction, int]] = {"to device": HOST_TO_DEVICE, "from device": DEVICE_TO_HOST}
 
 
-def load_runtime() -> Any:
-    """CuPy's runtime module.
+class RawCUDA(Raw):
+    """Device ``index`` by the runtime's own calls, and ``second`` if copies across are wanted."""
 
-    Raises:
-        ImportError: CuPy is not installed.
-    """
-    import cupy  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+    host_share = 1
+    device_share = 1
 
-    return cupy.cuda.runtime  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    def __init__(self, nbytes: int, index: int, second: int | None = None) -> None:
+        super().__init__(nbytes)
+        self.index = index
+        self.second = second
+        self._made = ExitStack()
+        self._pool: Any = None
+
+    def open(self) -> None:
+        runtime = self.runtime = import_runtime()
+        prefix = "hip" if runtime.is_hip else "cuda"
+        self.copy_name = f"{prefix}Memcpy"
+        self.ceiling_name = f"pinned, {prefix}MemcpyAsync"
+        if self.second is not None:
+            runtime.setDevice(self.second)
+            self._there: int = runtime.malloc(self.nbytes // 2)
+            self._made.callback(runtime.free, self._there)
+            self._there_stream: int = runtime.streamCreateWithFlags(STREAM_NON_BLOCKING)
+            self._made.callback(self._destroy, self.second, self._there_stream)
+        runtime.setDevice(self.index)
+        self._here: int = runtime.malloc(self.nbytes)
+        self._made.callback(runtime.free, self._here)
+        self._pinned_bytes = min(self.nbytes, _LARGEST_PINNED)
+        self._pinned: int = runtime.hostAlloc(self._pinned_bytes, HOST_ALLOC_PORTABLE)
+        self._made.callback(runtime.freeHost, self._pinned)
+        self._streams: list[int] = []
+        for _ in range(2):
+            self._streams.append(runtime.streamCreateWithFlags(STREAM_NON_BLOCKING))
+            self._made.callback(self._destroy, self.index, self._streams[-1])
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.free_all_blocks()
+            self._pool = None
+        if hasattr(self, "runtime"):
+            self.runtime.setDevice(self.index)
+        self._made.close()
+
+    def writer(self, src: memoryview) -> Blocking:
+        """One ``cudaMemcpy``, as ``cupy.asarray`` and ``tensor.to("cuda")`` do. It returns when ``src`` may be reused,
+        for small copies before the bytes are there."""
+        return self._memcpy("to device", src)
+
+    def reader(self, dst: memoryview) -> Blocking:
+        return self._memcpy("from device", dst)
+
+    def fastest(self, direction: Direction, host: memoryview, total: int | None = None) -> Blocking:
+        """Asynchronous copies of pinned memory, one for up to 1 GiB."""
+        size, piece = len(host) if total is None else total, min(len(host), self._pinned_bytes)
+
+        def copy() -> None:
+            self.runtime.setDevice(self.index)
+            done = 0
+            while done < size:
+                offset = done % self.nbytes
+                part = min(piece, size - done, self.nbytes - offset)
+                self._queue(direction, part, offset, 0, self._streams[0])
+                done += part
+            self.runtime.streamSynchronize(self._streams[0])
+
+        return copy
+
+    def both_ways(self, host: memoryview) -> Blocking:
+        half = len(host) // 2
+        step = min(half, self._pinned_bytes // 2)
+
+        def copy() -> None:
+            self.runtime.setDevice(self.index)
+            for start in range(0, half, step):
+                part = min(step, half - start)
+                self._queue("to device", part, start, 0, self._streams[0])
+                self._queue("from device", part, half + start, step, self._streams[1])
+            for stream in self._streams:
+                self.runtime.streamSynchronize(stream)
+
+        return copy
+
+    def device_copies(self, nbytes: int, *, across: bool) -> tuple[Way | None, Way]:
+        runtime, stream = self.runtime, self._streams[0]
+
+        def within() -> None:
+            runtime.setDevice(self.index)
+            runtime.memcpyAsync(self._here + nbytes, self._here, nbytes, DEVICE_TO_DEVICE, stream)
+            runtime.streamSynchronize(stream)
+
+        if not across:
+            return None, Way("cudaMemcpyAsync", within)
+
+        def direct() -> None:
+            runtime.setDevice(self.index)
+            runtime.memcpyPeerAsync(self._there, self.second, self._here, self.index, nbytes, stream)
+            runtime.streamSynchronize(stream)
+
+        def staged() -> None:
+            for start in range(0, nbytes, self._pinned_bytes):
+                part = min(self._pinned_bytes, nbytes - start)
+                runtime.setDevice(self.index)
+                self._queue("from device", part, start, 0, stream)
+                runtime.streamSynchronize(stream)
+                runtime.setDevice(self.second)
+                runtime.memcpyAsync(self._there + start, self._pinned, part, HOST_TO_DEVICE, self._there_stream)
+                runtime.streamSynchronize(self._there_stream)
+
+        return Way("through pinned memory", staged), Way("cudaMemcpyPeerAsync", direct)
+
+    def allocations(self, nbytes: int) -> list[Way]:
+        runtime = self.runtime
+
+        def plain() -> None:
+            runtime.setDevice(self.index)
+            runtime.free(runtime.malloc(nbytes))
+
+        ways = [Way("hipMalloc, hipFree" if runtime.is_hip else "cudaMalloc, cudaFree", plain)]
+        try:
+            cupy: Any = importlib.import_module("cupy")
+        except ImportError:
+            return ways
+        if self._pool is None:
+            self._pool = cupy.cuda.MemoryPool()
+        pool = self._pool
+
+        def pooled() -> None:
+            runtime.setDevice(self.index)
+            pool.malloc(nbytes)  # its block goes back with the last reference
+
+        return [*ways, Way("CuPy's pool", pooled)]
+
+    def synchronize(self) -> None:
+        self.runtime.setDevice(self.index)
+        self.runtime.deviceSynchronize()
+
+    def _memcpy(self, direction: Direction, host: memoryview) -> Blocking:
+        array, kind = bytes_array(host), _KINDS[direction]
+        to, of = self._sides(direction, 0, address_of(array))
+
+        def copy() -> None:
+            self.runtime.setDevice(self.index)
+            self.runtime.memcpy(to, of, array.nbytes, kind)
+
+        return copy
+
+    def _queue(self, direction: Direction, nbytes: int, offset: int, pinned_offset: int, stream: int) -> None:
+        sides = self._sides(direction, offset, self._pinned + pinned_offset)
+        self.runtime.memcpyAsync(*sides, nbytes, _KINDS[direction], stream)
+
+    def _destroy(self, index: int, stream: int) -> None:
+        self.runtime.setDevice(index)
+        # What a failed call has queued may still use memory that is freed next.
+        self.runtime.streamSynchronize(stream)
+        self.runtime.streamDestroy(stream)
+
+    def _sides(self, direction: Direction, offset: int, host: int) -> tuple[int, int]:
+        """Target and source."""
+        device = self._here + offset
+        return (device, host) if direction == "to device" else (host, device)
 
 
 def init_seconds() -> dict[str, float]:
     """Seconds to import CuPy and to make the first context of this process."""
     started = time.perf_counter()
-    runtime = load_runtime()
+    runtime: Any = importlib.import_module("cupy").cuda.runtime
     imported = time.perf_counter()
     runtime.setDevice(0)
     runtime.free(0)  # the documented no-op that makes the context
     return {"import_s": imported - started, "context_s": time.perf_counter() - imported}
 
 
-class RawCopies:
-    """Buffers of ``nbytes`` on device 0 and, pageable and pinned, on the host; and the plain copies between them.
-
-    A context manager, because pinned memory belongs to the machine.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        import numpy as np
-
-        self.nbytes = nbytes
-        self.runtime = load_runtime()
-        self.runtime.setDevice(0)
-        self.pageable = np.ones(nbytes, np.uint8)
-        self.device: int = self.runtime.malloc(nbytes)
-        self.pinned: int = self.runtime.hostAlloc(nbytes, 0)
-        self.stream: int = self.runtime.streamCreateWithFlags(NON_BLOCKING)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.runtime.setDevice(0)
-        self.runtime.streamDestroy(self.stream)
-        self.runtime.freeHost(self.pinned)
-        self.runtime.free(self.device)
-
-    def pageable_copy(self, kind: int) -> None:
-        """One ``cudaMemcpy``, as ``cupy.asarray`` and ``tensor.to("cuda")`` do."""
-        self._copy(self.pageable.ctypes.data, kind, lambda to, of: self.runtime.memcpy(to, of, self.nbytes, kind))
-
-    def pinned_copy(self, kind: int) -> None:
-        """One asynchronous copy of pinned memory: the fastest that the link goes."""
-
-        def copy(to: int, of: int) -> None:
-            self.runtime.memcpyAsync(to, of, self.nbytes, kind, self.stream)
-            self.runtime.streamSynchronize(self.stream)
-
-        self._copy(self.pinned, kind, copy)
-
-    def _copy(self, host: int, kind: int, copy: Callable[[int, int], None]) -> None:
-        self.runtime.setDevice(0)
-        copy(*self._sides(kind, host))
-
-    def _sides(self, kind: int, host: int) -> tuple[int, int]:
-        """Target and source."""
-        return (self.device, host) if kind == HOST_TO_DEVICE else (host, self.device)
-
-
-class RawWire(RawCopies):
-    """The same for any size up to ``nbytes``, from any thread, and to memory of the caller's."""
-
-    def memcpy(self, kind: int, nbytes: int) -> None:
-        self._memcpy(kind, nbytes, self.pageable.ctypes.data)
-
-    def memcpy_and_wait(self, kind: int, nbytes: int) -> None:
-        """``cudaMemcpy`` to the device returns when the source may be reused, before the bytes are there."""
-        self.memcpy(kind, nbytes)
-        self.runtime.streamSynchronize(0)
-
-    def read_into(self, target: memoryview) -> None:
-        """One ``cudaMemcpy`` into ``target``."""
-        import numpy as np
-
-        self._memcpy(DEVICE_TO_HOST, len(target), np.frombuffer(target, np.uint8).ctypes.data)
-
-    def straight(self, kind: int, nbytes: int, stream: int | None = None) -> None:
-        """One asynchronous copy of pinned memory."""
-        stream = self.stream if stream is None else stream
-        self.runtime.setDevice(0)
-        self.runtime.memcpyAsync(*self._sides(kind, self.pinned), nbytes, kind, stream)
-        self.runtime.streamSynchronize(stream)
-
-    def straight_on_own_stream(self, kind: int) -> None:
-        self.runtime.setDevice(0)
-        stream = self.runtime.streamCreateWithFlags(NON_BLOCKING)
-        self.straight(kind, self.nbytes, stream)
-        self.runtime.streamDestroy(stream)
-
-    def straight_many(self, nbytes: int) -> None:
-        """``nbytes`` to the device, a multiple of the buffers' size."""
-        for _ in range(nbytes // self.nbytes):
-            self.straight(HOST_TO_DEVICE, self.nbytes)
-
-    def _memcpy(self, kind: int, nbytes: int, host: int) -> None:
-        self.runtime.setDevice(0)
-        self.runtime.memcpy(*self._sides(kind, host), nbytes, kind)
-
-
 def memory_operations(nbytes: int = 256 << 20, rounds: int = 5) -> dict[str, float]:
     """Allocation in µs, copies in GB/s."""
-    with RawCopies(nbytes) as raw:
+    import numpy as np
 
-        def allocate_and_free() -> None:
-            raw.runtime.free(raw.runtime.malloc(nbytes))
-
-        figures = {"allocate_free_us": _median_seconds(allocate_and_free, rounds) * 1e6}
-        for name, kind in (("h2d", HOST_TO_DEVICE), ("d2h", DEVICE_TO_HOST)):
-            for memory, copy in (("pageable", raw.pageable_copy), ("pinned", raw.pinned_copy)):
-                took = _median_seconds(lambda copy=copy, kind=kind: copy(kind), rounds)
-                figures[f"{name}_{memory}_gb_s"] = nbytes / took / 1e9
-    return figures
+    host = np.ones(nbytes, np.uint8).data
+    raw = RawCUDA(nbytes, 0)
+    try:
+        raw.open()
+        median = partial(_median_seconds, rounds=rounds)
+        figures = {"allocate_free_us": median(raw.allocations(nbytes)[0].call) * 1e6}
+        copies: dict[str, Blocking] = {
+            "h2d_pageable": raw.writer(host),
+            "h2d_pinned": raw.fastest("to device", host),
+            "d2h_pageable": raw.reader(host),
+            "d2h_pinned": raw.fastest("from device", host),
+        }
+        return figures | {f"{name}_gb_s": nbytes / median(copy) / 1e9 for name, copy in copies.items()}
+    finally:
+        raw.close()
 
 
 def _median_seconds(call: Callable[[], None], rounds: int) -> float:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import sys
-from typing import Final, TextIO
+from typing import TextIO
 
-DEADLINE_S: Final = 120.0
+from gpurt.benchmarks.children import ChildFailed, figures_of
 
 _log = logging.getLogger("gpurt.benchmarks")
 _latest: dict[str, dict[str, float]] = {}
@@ -55,22 +54,10 @@ async def _measure(what: str) -> dict[str, float]:
     # find_spec reads directories, which a slow file system makes slow.
     if await asyncio.get_running_loop().run_in_executor(None, importlib.util.find_spec, "cupy") is None:
         return {}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gpurt.benchmarks.cuda_raw", what),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            answer, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        last_line = next(reversed(errors.decode(errors="replace").strip().splitlines()), "")
-        _log.warning("CuPy is installed, but the benchmark failed: %s", last_line)
+        figures = await figures_of("gpurt.benchmarks.cuda_raw", what)
+    except ChildFailed as exc:
+        _log.warning("CuPy is installed, but the benchmark failed: %s", exc)
         return {}
-    figures: dict[str, float] = json.loads(answer)
     _latest[what] = figures
     return figures

@@ -6,9 +6,11 @@ import asyncio
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from gpurt.benchmarks.measurement import LoopGap, Measurement, medians, seconds
+from gpurt.benchmarks.clocks import LoopGap, medians, seconds
+from gpurt.benchmarks.measurement import Measurement
 
 TARGET_S = 1.0
 GAP_TARGET_MS = 50.0
@@ -39,20 +41,23 @@ async def measure(*, quick: bool) -> list[Measurement]:
         )
         await process.wait()
 
-    contenders = [lambda: seconds(discover), lambda: seconds(lambda: child(sys.executable, "-c", "pass"))]
+    contenders = {
+        "ours": partial(seconds, discover),
+        "child": partial(seconds, lambda: child(sys.executable, "-c", "")),
+    }
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is not None:
-        contenders.append(lambda: seconds(lambda: child(nvidia_smi, "-L")))
-    figures = await medians(rounds, *contenders)
+        contenders["nvidia-smi"] = partial(seconds, partial(child, nvidia_smi, "-L"))
+    figures = await medians(rounds, contenders)
     return [
         Measurement(
             "discovery",
             "first discovery, every backend",
             "s",
-            figures[0],
-            peer=figures[2] if nvidia_smi else None,
+            figures["ours"],
+            peer=figures.get("nvidia-smi"),
             peer_name="nvidia-smi -L" if nvidia_smi else "",
-            ceiling=figures[1],
+            ceiling=figures["child"],
             ceiling_name="start of one child python",
             target=TARGET_S,
         ),

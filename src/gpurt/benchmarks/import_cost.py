@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 
-from gpurt.benchmarks.measurement import Measurement, Skipped, medians, seconds
+from gpurt.benchmarks.clocks import medians, seconds
+from gpurt.benchmarks.measurement import Measurement, Skipped
 
 TARGET_MS = 150.0
 
@@ -24,9 +26,9 @@ async def measure(*, quick: bool) -> list[Measurement]:
         "libraries": "import asyncio, anyio, pydantic",
     }
     figures = await medians(
-        3 if quick else 11, *(lambda code=code: seconds(lambda: run(code)) for code in codes.values())
+        3 if quick else 11, {name: partial(seconds, partial(run, code)) for name, code in codes.items()}
     )
-    took = dict(zip(codes, (figure * 1e3 for figure in figures), strict=True))
+    took = {name: figure * 1e3 for name, figure in figures.items()}
     over = {name: max(0.0, ms - took["bare"]) for name, ms in took.items()}
     return [
         Measurement(

@@ -1,89 +1,89 @@
-"""How long the event loop stands still beside large copies and allocations on the CPU backend."""
+"""How long the event loop stands still beside bulk copies and allocations."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import time
+from functools import partial
+from typing import Any
 
-from gpurt.backends.cpu_backend import CPUBackend
-from gpurt.benchmarks.measurement import Call, LoopGap, Measurement, Skipped, in_executor
+from gpurt.benchmarks import targets
+from gpurt.benchmarks.bench import Bench
+from gpurt.benchmarks.clocks import Call, LoopGap
+from gpurt.benchmarks.measurement import Measurement, size_name
+from gpurt.benchmarks.raw import Raw, opened
 
-COPY_BYTES = 256 << 20
-LARGE_BYTES = 1 << 30
-TARGET_MS = 50.0
 
-
-async def measure(*, quick: bool) -> list[Measurement]:
+async def measure(bench: Bench) -> list[Measurement]:
     import numpy as np
 
-    repeats = 2 if quick else 8
+    backend, device_id = bench.backend, bench.device_id
+    # The array, new bytes, and a new array of the peer's.
+    nbytes = await bench.fitting(bench.plan.bulk_bytes, host=3, device=2)
+    raw = bench.raw(nbytes)
 
-    async def longest_gap(call: Call) -> float:
-        async with LoopGap() as gap:
-            for _ in range(repeats):
-                await call()
-        return gap.longest_ms
+    async def allocate() -> None:
+        async with backend.allocation(device_id, nbytes):
+            pass
+        await backend.trim(device_id)
 
-    with ThreadPoolExecutor(1) as executor:
-        async with CPUBackend() as backend:
-            device = backend.devices[0].device_id
-            free = (await backend.get_device_memory_info(device)).available_bytes
-            if free < 4 * COPY_BYTES:
-                raise Skipped(f"needs {4 * COPY_BYTES:,} bytes of free memory, there are {free:,}")
-            large = min(LARGE_BYTES, free // 2)
-            host = np.ones(COPY_BYTES, np.uint8)
-            other = np.ones(COPY_BYTES, np.uint8)
+    async with opened(raw) as threads, backend.allocation(device_id, nbytes) as handle:
+        host = await threads(partial(np.ones, nbytes, np.uint8))
+        await backend.copy_to_device(host.data, handle)
+        plain = (await threads(raw.allocations, nbytes))[0]
+        operations: dict[str, tuple[Call, Call, str]] = {
+            "copy_to_device": (
+                partial(backend.copy_to_device, host.data, handle),
+                partial(threads, raw.writer(host.data)),
+                raw.copy_name,
+            ),
+            "copy_into": (
+                partial(backend.copy_into, handle, host.data),
+                partial(threads, raw.reader(host.data)),
+                raw.copy_name,
+            ),
+            "copy_from_device": (
+                partial(backend.copy_from_device, handle),
+                partial(threads, _new_bytes, raw, nbytes),
+                f"{raw.copy_name}, tobytes",
+            ),
+            "allocate": (allocate, partial(threads, plain.call), plain.name),
+        }
+        idle = await _gaps(None, bench.plan.seconds)
+        rows: list[Measurement] = []
+        for name, (ours, peer, peer_name) in operations.items():
+            await ours()
+            beside = await _gaps(ours, bench.plan.seconds)
+            ordinary = await _gaps(peer, bench.plan.seconds)
+            rows += [
+                Measurement(
+                    "loop",
+                    f"gap beside {name} {size_name(nbytes)}, {which}",
+                    "ms",
+                    beside[which],
+                    peer=ordinary[which],
+                    peer_name=f"{peer_name} in a thread",
+                    ceiling=idle[which],
+                    ceiling_name="idle loop",
+                    **targets.loop_gap(backend.name, which),
+                )
+                for which in beside
+            ]
+    return rows
 
-            async def allocate_large() -> None:
-                async with backend.allocation(device, large):
-                    pass
 
-            async def idle() -> None:
-                await asyncio.sleep(0.1)
+async def _gaps(call: Call | None, duration: float) -> dict[str, float]:
+    """Gaps of the loop in ms while ``call`` runs again and again; None leaves the loop idle."""
+    async with LoopGap() as gap:
+        end = time.perf_counter() + duration
+        while time.perf_counter() < end:
+            await (asyncio.sleep(duration) if call is None else call())
+    return gap.summary()
 
-            executor_copy = in_executor(executor, np.copyto, other, host)
-            executor_bytes = in_executor(executor, other.tobytes)
-            executor_allocate = in_executor(executor, lambda: np.empty(large, np.uint8).nbytes)
-            async with backend.allocation(device, COPY_BYTES) as handle:
-                await backend.copy_to_device(host.data, handle)
-                quiet = await longest_gap(idle)
-                rows: list[tuple[str, Call, Call, str]] = [
-                    (
-                        "copy_to_device 256 MiB",
-                        lambda: backend.copy_to_device(host.data, handle),
-                        executor_copy,
-                        "copyto in executor",
-                    ),
-                    (
-                        "copy_into 256 MiB",
-                        lambda: backend.copy_into(handle, other.data),
-                        executor_copy,
-                        "copyto in executor",
-                    ),
-                    (
-                        "copy_from_device 256 MiB",
-                        lambda: backend.copy_from_device(handle),
-                        executor_bytes,
-                        "tobytes in executor",
-                    ),
-                    (
-                        f"allocate {large >> 20} MiB, free",
-                        allocate_large,
-                        executor_allocate,
-                        "np.empty in executor",
-                    ),
-                ]
-                return [
-                    Measurement(
-                        "loop",
-                        f"longest gap beside {name}",
-                        "ms",
-                        await longest_gap(ours),
-                        peer=await longest_gap(peer),
-                        peer_name=peer_name,
-                        ceiling=quiet,
-                        ceiling_name="idle loop",
-                        target=TARGET_MS,
-                    )
-                    for name, ours, peer, peer_name in rows
-                ]
+
+def _new_bytes(raw: Raw, nbytes: int) -> Any:
+    import numpy as np
+
+    array = np.empty(nbytes, np.uint8)
+    raw.reader(array.data)()
+    return array.tobytes()

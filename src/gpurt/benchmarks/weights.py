@@ -1,97 +1,93 @@
-"""Weights from a page-cached file to a device, beside ``safetensors`` where it is installed.
-
-``python -m gpurt.benchmarks.weights [BYTES] [DIRECTORY]`` prints one JSON line.
-"""
+"""A safetensors file from the page cache to a device, beside ``safetensors`` itself where it is installed."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
-import tempfile
-import time
+import importlib
+import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
+from gpurt.benchmarks import targets
+from gpurt.benchmarks.bench import Bench
+from gpurt.benchmarks.clocks import PeakMemory, rates, seconds
+from gpurt.benchmarks.files import TENSORS, checkpoint, written
+from gpurt.benchmarks.measurement import Measurement, size_name
+from gpurt.benchmarks.plan import GIB, MIB
+from gpurt.benchmarks.raw import Way, opened
+from gpurt.benchmarks.torch_raw import empty_cache, load_torch, torch_device
+from gpurt.weights import load_safetensors
 
-TENSORS = 64
 
+async def measure(bench: Bench) -> list[Measurement]:
+    import numpy as np
 
-def write_checkpoint(path: Path, nbytes: int) -> None:
-    """A safetensors file of ``TENSORS`` equal U8 tensors with random contents."""
-    each = nbytes // TENSORS
-    header = {
-        f"layers.{number}.weight": {
-            "dtype": "U8",
-            "shape": [each],
-            "data_offsets": [number * each, (number + 1) * each],
+    # The page cache, or a file system in memory, takes the file once, and the peer may hold it once more.
+    nbytes = await bench.fitting(bench.plan.file_bytes, host=3, device=2)
+    nbytes -= nbytes % TENSORS
+    backend, raw = bench.backend, bench.raw(min(nbytes, GIB))
+
+    async def load(path: Path) -> None:
+        async with await load_safetensors(path, backend, bench.device_id):
+            pass
+
+    async with written("model.safetensors", checkpoint(nbytes), nbytes) as path, opened(raw) as threads:
+        async with PeakMemory() as peak:
+            await load(path)
+        peer = await threads(_peer, bench, path)
+        host = await threads(partial(np.ones, raw.nbytes, np.uint8))
+        contenders = {
+            "ours": partial(seconds, partial(load, path)),
+            "ceiling": threads.timed(raw.fastest("to device", host.data, nbytes)),
         }
-        for number in range(TENSORS)
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    block = os.urandom(min(each, 16 << 20))
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _ in range(TENSORS):
-            for start in range(0, each, len(block)):
-                file.write(block[: min(len(block), each - start)])
+        if peer is not None:
+            contenders["peer"] = threads.timed(peer.call)
+        try:
+            figures = await rates(nbytes, bench.plan.rounds, contenders)
+        finally:
+            await threads(empty_cache, backend.name)
+    name = f"load_safetensors from the page cache, {size_name(nbytes)}"
+    rows = [
+        Measurement(
+            "weights",
+            name,
+            "GB/s",
+            figures["ours"],
+            peer=figures.get("peer"),
+            peer_name=peer.name if peer is not None else "",
+            ceiling=figures["ceiling"],
+            ceiling_name=raw.ceiling_name,
+            **targets.weights(backend.name, nbytes),
+        )
+    ]
+    if not bench.shares_host_memory:
+        taken = Measurement(
+            "weights",
+            f"host memory that loading {size_name(nbytes)} takes",
+            "MiB",
+            peak.grown_bytes / MIB,
+            **targets.weights_host_memory(backend.name),
+        )
+        rows.append(taken)
+    return rows
 
 
-async def measure(nbytes: int, directory: Path) -> dict[str, Any]:
-    """Seconds and GB/s of gpurt and of safetensors for one file, both from the page cache, best of three each."""
-    from gpurt.factory import create_backend
-    from gpurt.weights import load_safetensors
+def _peer(bench: Bench, path: Path) -> Way | None:
+    """``safetensors`` with the same tensors on the same device, as far as it can."""
+    if importlib.util.find_spec("safetensors") is None:
+        return None
+    if bench.backend.name == "cpu":
+        load: Any = importlib.import_module("safetensors.numpy").load_file
+        return Way("safetensors.numpy.load_file", partial(load, path))
+    torch = load_torch(bench.backend.name)
+    if torch is None:
+        return None
+    load = importlib.import_module("safetensors.torch").load_file
+    device = torch_device(bench.backend.name, bench.device_id)
 
-    path = directory / "model.safetensors"
-    await asyncio.to_thread(write_checkpoint, path, nbytes)
-    size = path.stat().st_size
-    result: dict[str, Any] = {"bytes": size}
-    async with await create_backend() as backend:
-        device = backend.devices[0]
-        process = psutil.Process()
-        seconds: list[float] = []
-        grown = 0
-        for _ in range(3):
-            before = process.memory_info().rss
-            began = time.perf_counter()
-            async with await load_safetensors(path, backend, device.device_id):
-                seconds.append(time.perf_counter() - began)
-                grown = max(grown, process.memory_info().rss - before)
-        result |= {"device": device.name, "gpurt_s": min(seconds), "gpurt_gbps": size / min(seconds) / 1e9}
-        result["rss_growth_mib"] = grown >> 20
-    if device.backend == "cuda":
-        result |= await asyncio.to_thread(_peer, path, size)
-        result["of_peer"] = result["safetensors_s"] / result["gpurt_s"] if "safetensors_s" in result else None
-    return result
-
-
-def _peer(path: Path, size: int) -> dict[str, Any]:
-    try:
-        import safetensors.torch as peer  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError as exc:
-        return {"peer": f"not installed: {exc.name}"}
-    load: Any = peer.load_file  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    synchronize: Any = torch.cuda.synchronize  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    seconds: list[float] = []
-    for _ in range(3):
-        began = time.perf_counter()
-        tensors = load(path, device="cuda:0")
-        synchronize()
-        seconds.append(time.perf_counter() - began)
+    def call() -> None:
+        tensors = load(path, device=device)
+        torch.cuda.synchronize(device)
         del tensors
-    return {"safetensors_s": min(seconds), "safetensors_gbps": size / min(seconds) / 1e9}
 
-
-def main() -> int:
-    nbytes = int(sys.argv[1]) if len(sys.argv) > 1 else 256 << 20
-    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as directory:
-        sys.stdout.write(json.dumps(asyncio.run(measure(nbytes, Path(directory)))) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Way("safetensors.torch.load_file", call)
