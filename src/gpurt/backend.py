@@ -19,7 +19,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pickle import PickleBuffer
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -272,4 +271,6 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
     try:
         return view.cast("B")
     except ValueError:  # elements of a format that struct knows and cast() does not: ctypes arrays, structured dtypes
+        from pickle import PickleBuffer  # costs 8 ms, and nearly nobody needs it
+
         return PickleBuffer(view).raw()

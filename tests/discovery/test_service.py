@@ -583,7 +583,7 @@ async def test_devices_are_told_before_their_driver_has_answered(path: Path) -> 
 
 
 async def test_a_slow_backend_delays_nobody_elses_devices(path: Path) -> None:
-    """HNG-3: one library needs 12 s to say no. The rest is known within half a second, and the slow one is named."""
+    """HNG-3: one library needs 12 s to say no. The rest is known within a second, and the slow one is named."""
     host = Host(device(0))
     host.gates["toy"] = asyncio.Event()
     seen: list[DiscoveryResult] = []
@@ -603,7 +603,7 @@ async def test_a_slow_backend_delays_nobody_elses_devices(path: Path) -> None:
 async def test_a_crash_is_remembered_for_the_driver_that_crashed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HNG-2, NVI-9: not asked again in a loop, also after a restart, but at once when another driver is installed."""
     installed = {"cuda": "driver 1", "toy": "-"}
-    monkeypatch.setattr("gpurt.discovery.survey.installed_mark", lambda name, root: installed[name])
+    monkeypatch.setattr("gpurt.discovery.installed.installed_mark", lambda name, root: installed[name])
     host = Host()
     host.shows["cuda"] = Failure(ReasonCode.CRASHED, "signal 11")
 

@@ -289,7 +289,7 @@ async def test_to_another_backend(backend: DriverBackend) -> None:
         (None, "NoneType is not a tensor"),
         (array.array("u", "text"), "no numbers"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) and value.isprintable() else type(value).__name__,
 )
 async def test_no_tensor(backend: DriverBackend, driver: FaultyDriver, tensor: Any, says: str) -> None:
     calls = len(driver.calls)

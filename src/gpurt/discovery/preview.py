@@ -17,8 +17,9 @@ from gpurt.discovery.result import DiscoveryResult, utc_now
 from gpurt.types import DeviceKind, GPUDevice
 
 NOT_YET: Final = "not verified yet"
-LATEST_S: Final = 0.5
-"""After the start of a look-up that is still going on: half of the second in which discovery promises an answer."""
+LATEST_S: Final = 0.8
+"""After the start of a look-up that is still going on: within the second in which discovery promises an answer, and
+late enough for NVML's answer, which takes a process of its own 0.55 to 0.7 s on a host with two GPUs."""
 NEIGHBOURS_S: Final = 0.05
 """From the first devices seen to the preview, for those of other backends that are about to be."""
 

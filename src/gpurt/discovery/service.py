@@ -131,7 +131,7 @@ class GPUDiscoveryService:
             refresh: False gives the last result of this service if there is one.
             verify: forget what was verified before, open every driver and read back from every device.
             on_preview: called once at most, if this service has no result yet: with what the registry remembers
-                (``stale``), else, as soon as devices are seen or after half a second, with what is known while
+                (``stale``), else, as soon as devices are seen or after 0.8 s, with what is known while
                 drivers are still being opened (``preview``).
 
         Ends within the probe timeout plus one second. Backends that fail are in ``reports``, not raised.

@@ -15,7 +15,6 @@ from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
 from gpurt.discovery.gate import PCI_VENDORS, gate
 from gpurt.discovery.in_place import InPlaceProber
-from gpurt.discovery.installed import installed_mark
 from gpurt.discovery.offload import off_loop
 from gpurt.discovery.probe import Sighted, has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
@@ -122,7 +121,13 @@ class Survey:
 
     async def marks(self, names: Sequence[str]) -> dict[str, str]:
         """What is installed for each backend (:mod:`gpurt.discovery.installed`)."""
-        return await off_loop("installed", lambda: {name: installed_mark(name, root=self._root) for name in names})
+
+        def read() -> dict[str, str]:
+            from gpurt.discovery.installed import installed_mark  # here, off the loop and beside the child's start
+
+            return {name: installed_mark(name, root=self._root) for name in names}
+
+        return await off_loop("installed", read)
 
     def _gate(self, names: Sequence[str]) -> dict[str, Failure]:
         found = ((name, gate(name, platform=self._platform, root=self._root)) for name in names)
