@@ -1,7 +1,7 @@
 """Dispatcher: carries blocking driver calls to lanes and brings their outcomes back to the event loop.
 
-Which lane a call takes follows from the driver's ``threading`` capability. Here live the rules that hold for every
-call: cancellation, the hang clock, error translation. What the calls mean is :mod:`gpurt.shell`'s business.
+Here live the rules that hold for every call: cancellation, the hang clock, lost devices. Which lane a call takes is
+the business of :mod:`gpurt.routes`, what the calls mean that of :mod:`gpurt.shell`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, Final
 
 import anyio
 
 from gpurt.driver import Driver
 from gpurt.errors import BackendClosed, DeviceLost, DeviceUnresponsive, GPUError
-from gpurt.lane import Job, Lane, Mailbox
+from gpurt.inline import LoopTurn, in_memory
+from gpurt.job import Job
+from gpurt.mailbox import Mailbox
 from gpurt.order import Chain, Order, Queue
-
-T = TypeVar("T")
-
-QueueName = Literal["control", "telemetry", "memory", "h2d", "d2h", "small", "peer", "sync"]
-"""What a call is for. Each is a lane of its own where the driver allows it: both copy directions then run at once,
-and a small copy, an allocation or a reading never waits behind a large load."""
+from gpurt.routes import CONTROL, QueueName, Routes
 
 log = logging.getLogger("gpurt.dispatch")
-
-CONTROL: Final = -1
-"""Stands for the library itself where a device index is expected: opening and closing have a hang clock too."""
 
 _WATCH_FLOOR_S: Final = 0.005  # the hang clock is not looked at more often than this
 
@@ -59,16 +52,15 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
-        self.loop = loop
+        self.loop: asyncio.AbstractEventLoop = loop
         self._hang_after = hang_after
-        self._max_pending = max_pending
         self._on_background_error = on_background_error
         self._on_state_change = on_state_change
         self._clock = clock
         self._mailbox = Mailbox(loop)
+        self.turn = LoopTurn(loop)
         self._order = Order()
-        self._queues: dict[tuple[int, str], Queue] = {}
-        self._attached: dict[Lane, set[int]] = {}
+        self._routes = Routes(driver, max_pending, on_done=self._order.done, on_error=on_background_error, clock=clock)
         self._lost: dict[int, GPUError] = {}
         self._hung: set[int] = set()
         self._watch: asyncio.TimerHandle | None = None
@@ -78,6 +70,7 @@ class Dispatcher:
         if loop is not self.loop:
             self.loop = loop
             self._mailbox = Mailbox(loop)
+            self.turn = LoopTurn(loop)
             self._watch = None
 
     # Submitting and awaiting
@@ -88,7 +81,7 @@ class Dispatcher:
         queue_name: QueueName,
         call: Callable[[Job], Any],
         *,
-        chains: Iterable[Chain] = (),
+        chains: Collection[Chain] = (),
         also_device: int | None = None,
         after_device: bool = False,
         undo: Callable[[Any], None] | None = None,
@@ -100,20 +93,13 @@ class Dispatcher:
             chains: order of the allocations that the call touches.
             also_device: a second device that the call occupies.
             after_device: wait for everything outstanding on the device first.
-            undo: see :class:`gpurt.lane.Job`.
+            undo: see :class:`gpurt.job.Job`.
         """
-        queue, attached = self._queue(index, queue_name)
-
-        def on_lane(job: Job) -> Any:
-            if index is not None and index not in attached:
-                self._driver.attach(index)
-                attached.add(index)
-            return call(job)
-
+        queue = self._routes.queue(index, queue_name)
         first = CONTROL if index is None else index
-        devices = (first,) if also_device in (None, index) else (first, also_device)
+        devices = (first,) if also_device is None or also_device == index else (first, also_device)
         job = Job(
-            on_lane,
+            self._routes.prepared(index, queue, call),
             undo=undo,
             mailbox=self._mailbox,
             device_indexes=devices,
@@ -175,6 +161,12 @@ class Dispatcher:
         assert job.queue is not None
         return job.queue
 
+    def may_inline(self, chain: Chain, buffer: object) -> bool:
+        """Whether a short copy between an allocation and ``buffer`` may be made here and now, see :mod:`gpurt.inline`:
+        nothing is before it in the order, nothing in it can wait, and the loop has been kept for long enough not yet.
+        """
+        return chain.idle and in_memory(buffer) and self.turn.has_room()
+
     # Device state
 
     def check(self, index: int, device_id: str) -> None:
@@ -218,7 +210,7 @@ class Dispatcher:
     def _hung_now(self) -> set[int]:
         now = self._clock()
         hung: set[int] = set()
-        for queue in self._queues.values():
+        for queue in self._routes:
             since, job = queue.lane.running_since, queue.lane.running
             if since is not None and job is not None and now - since >= self._hang_after:
                 hung.update(job.device_indexes)
@@ -252,44 +244,11 @@ class Dispatcher:
         if not self._order.outstanding():
             return
         now = self._clock()
-        starts = [queue.lane.running_since for queue in self._queues.values()]
+        starts = [queue.lane.running_since for queue in self._routes]
         ages = [now - since for since in starts if since is not None]
         young = [self._hang_after - age for age in ages if age < self._hang_after]
         # While a device hangs, look often enough to see it come back.
         self._arm(min([*young, self._hang_after, 1.0] if hung else [*young, self._hang_after]))
-
-    # Lanes
-
-    def _queue(self, index: int | None, name: QueueName) -> tuple[Queue, set[int]]:
-        mode = self._driver.capabilities.threading
-        if mode == "backend":
-            key = (CONTROL, "all")
-        elif index is None:
-            key = (CONTROL, "control")
-        elif mode == "device":
-            key = (index, "telemetry" if name == "telemetry" else "main")
-        else:
-            key = (index, name)
-        queue = self._queues.get(key)
-        if queue is None:
-            parts = [str(part) for part in key if part not in (CONTROL, "all")]
-            attached: set[int] = set()
-            lane = Lane(
-                ":".join(["gpurt", self._driver.name, *parts]),
-                on_done=self._order.done,
-                on_stop=partial(self._detach, attached),
-                clock=self._clock,
-            )
-            self._attached[lane] = attached
-            queue = self._queues[key] = Queue(lane, self._max_pending)
-        return queue, self._attached[queue.lane]
-
-    def _detach(self, attached: set[int]) -> None:
-        while attached:
-            try:
-                self._driver.detach(attached.pop())
-            except Exception as exc:
-                self._on_background_error(exc)
 
     # The end
 
@@ -308,11 +267,10 @@ class Dispatcher:
     async def detach(self) -> None:
         """Undo every ``attach``, each on the thread that made it. Nothing is outstanding; a close may follow."""
         jobs: list[Job] = []
-        for queue in self._queues.values():
-            attached = self._attached[queue.lane]
-            if not attached:
+        for queue in self._routes:
+            if not queue.attached:
                 continue
-            job = Job(lambda _, attached=attached: self._detach(attached), mailbox=self._mailbox)
+            job = Job(lambda _, queue=queue: self._routes.detach(queue), mailbox=self._mailbox)
             job.future = self.loop.create_future()
             self._order.submit(job, queue)
             jobs.append(job)
@@ -328,5 +286,5 @@ class Dispatcher:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        for queue in self._queues.values():
+        for queue in self._routes:
             queue.lane.stop()

@@ -5,7 +5,8 @@ nothing of asyncio, handles, limits, cancellation or other drivers; :class:`gpur
 of that once for every driver. What the shell promises in return:
 
 - every call arrives with a live memory token of that device and a range inside its allocation;
-- calls come from gpurt's own lane threads as ``capabilities.threading`` allows, never from the event loop;
+- calls come from gpurt's own lane threads as ``capabilities.threading`` allows, never from the event loop (but see
+  ``inline_copy_bytes``);
 - on each lane thread ``attach(index)`` is the first call for a device;
 - no two calls that touch the same memory run at once, and they come in the order in which users asked;
 - ``src`` and ``dst`` are one-dimensional C-contiguous ``memoryview`` of unsigned bytes, of ``chunk_bytes`` at
@@ -41,6 +42,12 @@ class Driver(ABC):
     capabilities: Capabilities = Capabilities()
     """Class default; ``open`` may replace it on the instance once the library has been asked.
     ``threading`` is read before ``open`` and must not change."""
+
+    inline_copy_bytes: int = 0
+    """``write`` and ``read`` of up to so many bytes may be called on the event loop's thread, without ``attach``,
+    while nothing else is outstanding on the memory. Only where such a call is a plain memory copy of some
+    microseconds: 0 for every library that can block or hang. Not a capability, so that a driver that wraps another one
+    does not inherit the promise."""
 
     @abstractmethod
     def open(self) -> Sequence[GPUDevice]:

@@ -17,7 +17,7 @@ from gpurt.dispatch import Dispatcher
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceUnresponsive, ReasonCode
 from gpurt.guard import GuardedBackend
-from gpurt.lane import NOTHING, Job
+from gpurt.job import NOTHING, Job
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.memory.hostbuffer import HostPool

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
-from gpurt.lane import Job, Lane
+from gpurt.job import Job
+from gpurt.lane import Lane
 
 
 class Chain:
@@ -33,12 +34,16 @@ class Chain:
 
 
 class Queue:
-    """A lane and its bound: at most ``max_pending`` jobs are in the lane, later ones are held back in order."""
+    """A lane and its bound: at most ``max_pending`` jobs are in the lane, later ones are held back in order.
 
-    __slots__ = ("held", "lane", "max_pending", "pending")
+    ``attached`` has the devices that the lane's thread has been attached to.
+    """
+
+    __slots__ = ("attached", "held", "lane", "max_pending", "pending")
 
     def __init__(self, lane: Lane, max_pending: int) -> None:
         self.lane = lane
+        self.attached: set[int] = set()
         self.max_pending = max_pending
         self.pending = 0
         self.held: deque[Job] = deque()
@@ -55,7 +60,7 @@ class Order:
         self._on_idle: Callable[[], None] | None = None
 
     def submit(
-        self, job: Job, queue: Queue, *, chains: Iterable[Chain] = (), after_devices: Iterable[int] = ()
+        self, job: Job, queue: Queue, *, chains: Collection[Chain] = (), after_devices: Collection[int] = ()
     ) -> None:
         """Take ``job``'s place in the order and send it as soon as nothing before it is in its way.
 
@@ -66,8 +71,8 @@ class Order:
         with self._lock:
             job.queue = queue
             earlier: set[Job] = {chain.tail for chain in chains if chain.tail is not None}
-            devices = frozenset(after_devices)
-            if devices:
+            if after_devices:
+                devices = frozenset(after_devices)
                 earlier.update(other for other in self._outstanding if not devices.isdisjoint(other.device_indexes))
             for other in earlier:
                 if other.complete or (other.sent and other.queue is queue):
@@ -77,11 +82,8 @@ class Order:
             for chain in chains:
                 chain.tail = job
             self._outstanding[job] = None
-            if not job.blockers:
-                skipped: list[Job] = []
-                self._send(job, skipped)
-                for other in skipped:
-                    self._complete(other)
+            if not job.blockers and not self._send(job):
+                self._complete(job)
 
     def done(self, job: Job) -> None:
         """Lane thread: ``job`` has left the driver, or was skipped. Sends what waited for it."""
@@ -118,30 +120,30 @@ class Order:
             queue = job.queue
             assert queue is not None
             queue.pending -= 1
-            ready = [other for other in job.dependents if other.unblock()]
-            job.dependents = []
-            if queue.held:
-                self._put(queue.held.popleft(), queue, completed)
-            for other in ready:
-                self._send(other, completed)
+            if queue.held and not self._put(held := queue.held.popleft(), queue):
+                completed.append(held)
+            if job.dependents:
+                dependents, job.dependents = job.dependents, []
+                completed.extend(other for other in dependents if other.unblock() and not self._send(other))
 
-    def _send(self, job: Job, skipped: list[Job]) -> None:
+    def _send(self, job: Job) -> bool:
+        """False: the job is skipped, and thereby complete."""
         queue = job.queue
         assert queue is not None
         job.sent = True
         if queue.held or queue.pending >= queue.max_pending:
             queue.held.append(job)
-        else:
-            self._put(job, queue, skipped)
+            return True
+        return self._put(job, queue)
 
-    def _put(self, job: Job, queue: Queue, skipped: list[Job]) -> None:
+    def _put(self, job: Job, queue: Queue) -> bool:
         queue.pending += 1
         if self._closed:
-            skipped.append(job)
-            return
+            return False
         try:
             queue.lane.put(job)
         except Exception as exc:  # the lane's thread cannot be started: this call fails, others are not held up
             job.fail(exc)
             job.announce()
-            skipped.append(job)
+            return False
+        return True

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpurt.copies import DriverCopies
+from gpurt.dispatch import Dispatcher
 from gpurt.errors import DeviceLost, GPUError, HandleInUse, OutOfRange, Unsupported
-from gpurt.lane import NOTHING, Job
+from gpurt.job import NOTHING, Job
 from gpurt.memory.handles import brief, whole_number
 from gpurt.memory.hostbuffer import HostBuffer
 from gpurt.memory.pool import PoolStatistics
@@ -43,7 +44,7 @@ class DriverBackend(DriverCopies):
 
     async def allocate(self, device_id: str, size_bytes: int) -> MemoryHandle:
         dispatch, index = self._enter_device(device_id)
-        allocator, ledger = self._allocator, self.ledger
+        ledger = self.ledger
         try:
             nbytes = whole_number(size_bytes, "size_bytes")
             if not 0 < nbytes <= sys.maxsize:
@@ -55,27 +56,35 @@ class DriverBackend(DriverCopies):
         except GPUError as exc:
             self._tell(exc, index, f"allocate({brief(size_bytes)} B)")
             raise
-        block_bytes = allocator.block_bytes(index, nbytes)
-        token = allocator.take(index, block_bytes)
-        if token is None:
+        block_bytes = self._allocator.block_bytes(index, nbytes)
+        token = self._allocator.take(index, block_bytes)
+        if token is not None:
+            ledger.commit(device_id, nbytes)
+            return self._handles.add(device_id, index, nbytes, token, block_bytes)
+        # On its own: closures would make a hit, too, pay for their cells.
+        self._arriving += 1
+        try:
+            token, block_bytes = await self._make(dispatch, index, device_id, nbytes, block_bytes)
+            ledger.commit(device_id, nbytes)
+            return self._handles.add(device_id, index, nbytes, token, block_bytes)
+        finally:
+            self._arriving -= 1
 
-            def undo(made: Any) -> None:
-                try:
-                    if made is not NOTHING:
-                        allocator.release(index, made[1], made[0])
-                finally:
-                    ledger.cancel(device_id, nbytes)
+    async def _make(
+        self, dispatch: Dispatcher, index: int, device_id: str, nbytes: int, block_bytes: int
+    ) -> tuple[Any, int]:
+        """A new block for what is reserved; the reservation ends with the call if that fails."""
+        allocator, ledger = self._allocator, self.ledger
 
-            classed = block_bytes
-            job = dispatch.submit(index, "memory", lambda _: allocator.make(index, nbytes, classed), undo=undo)
-            operation = f"allocate({nbytes} B)"
-            self._arriving += 1
+        def undo(made: Any) -> None:
             try:
-                token, block_bytes = await self._outcome(job, index, operation, failure=GPUError, requested=nbytes)
+                if made is not NOTHING:
+                    allocator.release(index, made[1], made[0])
             finally:
-                self._arriving -= 1
-        ledger.commit(device_id, nbytes)
-        return self._handles.add(device_id, index, nbytes, token, block_bytes)
+                ledger.cancel(device_id, nbytes)
+
+        job = dispatch.submit(index, "memory", lambda _: allocator.make(index, nbytes, block_bytes), undo=undo)
+        return await self._outcome(job, index, f"allocate({nbytes} B)", failure=GPUError, requested=nbytes)
 
     async def deallocate(self, handle: MemoryHandle) -> None:
         dispatch = self._enter()

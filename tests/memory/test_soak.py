@@ -177,7 +177,7 @@ class TestWhatItFinds:
         assert "1 of" in await self._find(driver, "bytes are wrong")
 
     async def test_error(self) -> None:
-        driver = FaultyDriver(simulated(), [Fault("write", nth=300, raises=OSError("link down"))])
+        driver = FaultyDriver(simulated(), [Fault("write", every=60, raises=OSError("link down"))])
         problem = await self._find(driver, "link down")
         assert problem.startswith("after ")
         assert " steps with seed 0: step " in problem

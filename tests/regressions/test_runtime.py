@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpurt.backends.cpu_backend import CPUBackend
-from gpurt.errors import GPUError, HandleInUse, OutOfMemory
+from gpurt.errors import BackendClosed, GPUError, HandleInUse, OutOfMemory, OutOfRange
 from gpurt.shell import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.profiles import parse_simulation
@@ -281,3 +281,27 @@ def test_a_driver_that_tries_to_end_the_process_does_not_stop_the_loop() -> None
     except SystemExit:
         name = "SystemExit out of the loop"
     assert name == "TransferFailed"
+
+
+async def test_a_call_that_a_shutdown_cuts_off_is_told_so() -> None:
+    """It looked up the name of its device among those that the shutdown had forgotten."""
+    gate = threading.Event()
+    faulty = FaultyDriver(SimulatedDriver(parse_simulation("h100")), [Fault("write", gate=gate)])
+    backend = DriverBackend(faulty)
+    await backend.initialize()
+    handle = await backend.allocate(FIRST, 8)
+    copy = asyncio.create_task(backend.copy_to_device(b"12345678", handle))
+    try:
+        await called(faulty, "write")
+        await backend.shutdown(timeout=0.05)
+        with pytest.raises(BackendClosed):
+            await copy
+    finally:
+        gate.set()
+
+
+async def test_what_is_no_path_is_an_error_of_ours() -> None:
+    async with DriverBackend(driver()) as backend:
+        handle = await backend.allocate(FIRST, 8)
+        with pytest.raises(OutOfRange, match="NoneType is not a path"):
+            await backend.load_file(None, handle)  # type: ignore[arg-type]

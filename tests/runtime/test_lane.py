@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from gpurt.errors import GPUError
-from gpurt.lane import NOTHING, Job, Lane, Mailbox
+from gpurt.job import NOTHING, Job
+from gpurt.lane import Lane
+from gpurt.mailbox import Mailbox
 
 WAIT = 5.0
 
@@ -196,6 +198,9 @@ async def test_many_results_need_one_wake_up(lane: Lane) -> None:
             wakes.append(callback)
             original(callback, *args)
 
+        def is_closed(self) -> bool:
+            return False
+
     mailbox.loop = Counting()  # type: ignore[assignment]
     jobs = [Job(lambda _: None, mailbox=mailbox) for _ in range(50)]
     for job in jobs:
@@ -216,9 +221,39 @@ def test_results_for_a_closed_loop_are_undone(lane: Lane) -> None:
     assert undone == ["token"]
 
 
+def test_results_are_undone_when_the_loop_closes_before_it_wakes(lane: Lane) -> None:
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    undone: list[Any] = []
+    lane.put(Job(lambda _: "first", undo=undone.append, mailbox=mailbox))
+    lane.submit(lambda: None).result(WAIT)  # its wake-up is in flight
+    loop.close()
+    assert undone == []
+    lane.put(Job(lambda _: "second", undo=undone.append, mailbox=mailbox))
+    lane.submit(lambda: None).result(WAIT)
+    assert undone == ["first", "second"]
+
+
+async def test_results_from_many_lanes_all_arrive() -> None:
+    loop = asyncio.get_running_loop()
+    mailbox, lanes = Mailbox(loop), [Lane(f"gpurt:test:{number}") for number in range(4)]
+    jobs = [Job(lambda _: None, mailbox=mailbox) for _ in range(2000)]
+    for number, job in enumerate(jobs):
+        job.future = loop.create_future()
+        lanes[number % 4].put(job)
+        if not number % 50:
+            await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT):
+        await asyncio.gather(*(job.future for job in jobs if job.future))
+    for lane in lanes:
+        lane.stop()
+        assert await asyncio.to_thread(lane.wait_stopped, WAIT)
+
+
 EXIT_SCRIPT = """
 import threading, time
-from gpurt.lane import Job, Lane
+from gpurt.job import Job
+from gpurt.lane import Lane
 idle, hung = Lane("idle"), Lane("hung")
 idle.submit(print, "ran").result()
 entered = threading.Event()

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpurt.lane import Job
+from gpurt.job import Job
 from gpurt.order import Chain, Order, Queue
 
 

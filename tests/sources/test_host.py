@@ -40,7 +40,7 @@ class TestMemory:
         write(tmp_path, "proc/meminfo", "MemTotal: 4096 kB\nMemFree: 1024 kB\nBuffers: 256 kB\nCached: 512 kB\n")
         assert host.memory_budget(tmp_path).available_bytes == 1792 * 1024
 
-    def test_limit_of_the_own_group_with_reclaimable_cache(self, root: Path) -> None:
+    def test_cpu1_limit_of_the_own_group_with_reclaimable_cache(self, root: Path) -> None:
         write(root, "proc/self/cgroup", "0::/a\n")
         memory_v2(root, "/a", limit="96636764160", current=10 * GIB, inactive=3 * GIB)
         budget = host.memory_budget(root)
@@ -55,14 +55,14 @@ class TestMemory:
         assert host.memory_budget(root).total_bytes == 790627904 * 1024
 
     @pytest.mark.parametrize("unlimited", ["max", "9223372036854771712", "-1", "18446744073709551615"])
-    def test_ways_to_write_unlimited(self, root: Path, unlimited: str) -> None:
+    def test_cpu2_ways_to_write_unlimited(self, root: Path, unlimited: str) -> None:
         write(root, "proc/self/cgroup", "4:memory:/a\n0::/a\n")
         memory_v2(root, "/a", limit=unlimited, current=800 * GIB)
         write(root, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", unlimited)
         write(root, "sys/fs/cgroup/memory/a/memory.usage_in_bytes", str(800 * GIB))
         assert host.memory_budget(root) == host.HostMemory(790627904 * 1024, 700 * GIB, 700 * GIB, "meminfo")
 
-    def test_limit_and_usage_are_of_the_same_level(self, root: Path) -> None:
+    def test_cpu3_limit_and_usage_are_of_the_same_level(self, root: Path) -> None:
         write(root, "proc/self/cgroup", "0::/a/b\n")
         memory_v2(root, "", limit="max", current=700 * GIB)
         memory_v2(root, "/a", limit=str(90 * GIB), current=10 * GIB)
@@ -140,7 +140,7 @@ class TestCpus:
             ("max 100000", "0-15", 16),
         ],
     )
-    def test_quota_and_affinity(self, root: Path, quota: str, affinity: str, expected: int) -> None:
+    def test_cpu4_quota_and_affinity(self, root: Path, quota: str, affinity: str, expected: int) -> None:
         write(root, "proc/self/status", f"Cpus_allowed_list:\t{affinity}\n")
         write(root, "proc/self/cgroup", "0::/a/b\n")
         write(root, "sys/fs/cgroup/a/cpu.max", quota)

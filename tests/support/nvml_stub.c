@@ -12,6 +12,7 @@
  *   garbage      nvmlInit prints to stdout and ends the process with code 0
  *   noise        nvmlInit prints to stdout, then works
  *   forkchild    nvmlInit forks a child that keeps every descriptor, then ends the process with code 0
+ *   fieldsN      every field of every device fails with code N, as when a container has lost its devices
  *   lost1        handle of device 1 fails: 15  fallen1       device 1 has a handle, every field fails: 15
  *   remap1       device 1 waits for a reset to remap rows
  *   count_shrinks  the second count in a process, and every later one, is 1
@@ -208,6 +209,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **out) {
 static int field(card *c) {
     if (!c) abort();
     if (!ready()) return UNINITIALIZED;
+    if (code("fields")) return code("fields");
     return c == &cards[B] && is("fallen1") ? GPU_IS_LOST : OK;
 }
 #define FIELD(c) do { int bad = field(c); if (bad) return bad; } while (0)

@@ -38,12 +38,17 @@ class CPUDriver(Driver):
         threading="queue",
         p2p=True,
         host_visible=True,
+        # One memcpy: in shorter ones the C library does not write past the caches, which costs a quarter.
+        chunk_bytes=256 << 20,
         # Fresh host memory is filled at the rate of page faults, a tenth of what touched memory takes.
         pool_bytes=256 << 20,
         telemetry=frozenset(
             {"memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "clock_mhz", "temperature_c"}
         ),
     )
+
+    inline_copy_bytes = 64 << 10
+    """1.5 µs from cache, about 10 µs from memory. Such copies keep the GIL, whose hand-over costs more than they do."""
 
     def __init__(self, *, memory_limit: int | None = None, devices: int = 1, root: Path = Path("/")) -> None:
         if devices < 1 or (memory_limit is not None and memory_limit < 0):
@@ -119,11 +124,17 @@ class CPUDriver(Driver):
         self._give_back(index, mem.nbytes)
 
     def write(self, index: int, mem: Array, offset: int, src: memoryview) -> None:
+        if len(src) <= self.inline_copy_bytes:
+            mem.data[offset : offset + len(src)] = src
+            return
         import numpy as np
 
         np.copyto(mem[offset : offset + len(src)], np.frombuffer(src, np.uint8))
 
     def read(self, index: int, mem: Array, offset: int, dst: memoryview) -> None:
+        if len(dst) <= self.inline_copy_bytes:
+            dst[:] = mem.data[offset : offset + len(dst)]
+            return
         import numpy as np
 
         np.copyto(np.frombuffer(dst, np.uint8), mem[offset : offset + len(dst)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
@@ -47,8 +48,7 @@ class HostCopies:
 
     def copy(self, direction: Direction, index: int, address: int, host: memoryview) -> None:
         """Between ``host`` and the device memory at ``address``; returns when ``host`` may be reused."""
-        array = bytes_array(host)
-        place, nbytes = address_of(array), len(host)
+        place, nbytes = _place(host), len(host)
         if nbytes < copy_tuning.SIZES[0] or self.pinned.contains(place, nbytes):
             self._plain(direction, index, address, place, nbytes)
             return
@@ -158,3 +158,10 @@ class HostCopies:
         target, source = (address, place) if direction == "write" else (place, address)
         runtime.memcpyAsync(target, source, nbytes, _KINDS[direction], stream)
         runtime.streamSynchronize(stream)
+
+
+def _place(host: memoryview) -> int:
+    """Where ``host`` (not empty) is; it stays there as long as the caller holds it."""
+    if host.readonly:  # which ctypes refuses
+        return address_of(bytes_array(host))
+    return ctypes.addressof(ctypes.c_char.from_buffer(host))  # 0.2 µs; by way of an array 3 µs

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpurt.discovery.reasons import remedy
-from gpurt.discovery.visibility import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, Visible, cuda_visible
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
 from gpurt.types import BackendReport, DeviceState, GPUDevice
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 CONCLUSIVE: Final = frozenset({ReasonCode.NO_DEVICE, ReasonCode.HIDDEN_BY_ENVIRONMENT})
 """Reasons that are successful enumerations: devices that are not among them are really not there."""
+
+CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 _LIBRARY_SIDE: Final = frozenset({ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER, ReasonCode.ERROR, ReasonCode.NO_DEVICE})
 
@@ -128,24 +129,16 @@ def _masked(
     outcome: ProbeOutcome, alone: Sequence[tuple[int, GPUDevice]], environ: Mapping[str, str], *, driver_answered: bool
 ) -> tuple[frozenset[int], str | None]:
     """Positions among the sighted cards that the visibility variable hides, and a warning about its value."""
-    value = environ.get(CUDA_VISIBLE_DEVICES)
-    if value is None or not outcome.sighted:
+    if CUDA_VISIBLE_DEVICES not in environ or not outcome.sighted:
         return frozenset(), None
-    uuids = [card.identity.uuid if card.identity else None for card in outcome.sighted]
-    visible = cuda_visible(value, uuids)
-    positions = frozenset(position for position, _ in alone)
+    from gpurt.visibility import candidate_of, resolve  # half of a quick answer is imports: only where it is needed
+
+    visibility = resolve(environ, [candidate_of(card) for card in outcome.sighted])
+    warning = "; ".join(visibility.warnings) or None
     if driver_answered:
         # CUDA itself has applied the variable: it shows what is visible.
-        return positions, visible.warning
-    if not _positions_known(visible, outcome.sighted, environ):
-        return frozenset(), visible.warning
-    return positions - frozenset(visible.order), visible.warning
-
-
-def _positions_known(visible: Visible, sighted: Sequence[GPUDevice], environ: Mapping[str, str]) -> bool:
-    """Whether a number in the variable means the same card to CUDA, which sorts by speed, and to NVML."""
-    alike = len({(card.name, card.memory_bytes) for card in sighted}) == 1
-    return not visible.by_index or not visible.order or alike or environ.get(CUDA_DEVICE_ORDER) == "PCI_BUS_ID"
+        return frozenset(position for position, _ in alone), warning
+    return frozenset(position for position, card in alone if card.device_id in visibility.hidden), warning
 
 
 def _why(outcome: ProbeOutcome, failure: Failure | None, *, all_hidden: bool) -> Failure:

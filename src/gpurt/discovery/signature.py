@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpurt.sources.host import boot_id, host_fingerprint
+from gpurt.sources.host_identity import boot_id, host_fingerprint
 from gpurt.types import DeviceState
 
 if TYPE_CHECKING:

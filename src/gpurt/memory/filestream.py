@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import IO, Any, Final
 
 from gpurt.driver import Driver
 from gpurt.errors import OutOfRange, TransferFailed
@@ -41,29 +42,52 @@ def stream_file(
         OutOfRange: not inside the file, or does not fit. TransferFailed: the file is unreadable, is shorter than it
             said, or was changed meanwhile.
     """
-    try:
-        with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
-            before = os.fstat(file.fileno())
-            if not stat.S_ISREG(before.st_mode):
-                raise TransferFailed(f"{path} is not a regular file")
-            size = before.st_size - file_offset if size_bytes is None else size_bytes
-            if size < 0 or file_offset + size > before.st_size:
-                raise OutOfRange(f"{path} has {before.st_size:,} bytes; {size:,} at {file_offset:,} are not inside")
-            if size > room_bytes:
-                raise OutOfRange(f"{size:,} bytes of {path} do not fit: the allocation has room for {room_bytes:,}")
-            copy = _copier(driver, index, mem, path)
-            done = 0
-            while done < size and wanted():
-                step = min(chunk_bytes, size - done)
-                copy(file, file_offset + done, mem_offset + done, step)
-                done += step
-                on_progress(done)
-            after = os.fstat(file.fileno())
-    except OSError as exc:
-        raise TransferFailed(f"{path}: {exc.strerror or exc}", code=exc.errno) from exc
+    with _open(path) as file:
+        before = _status(file, path)
+        if not stat.S_ISREG(before.st_mode):
+            raise TransferFailed(f"{path} is not a regular file")
+        size = before.st_size - file_offset if size_bytes is None else size_bytes
+        if size < 0 or file_offset + size > before.st_size:
+            raise OutOfRange(f"{path} has {before.st_size:,} bytes; {size:,} at {file_offset:,} are not inside")
+        if size > room_bytes:
+            raise OutOfRange(f"{size:,} bytes of {path} do not fit: the allocation has room for {room_bytes:,}")
+        copy = _copier(driver, index, mem, path)
+        done = 0
+        while done < size and wanted():
+            step = min(chunk_bytes, size - done)
+            copy(file, file_offset + done, mem_offset + done, step)
+            done += step
+            on_progress(done)
+        after = _status(file, path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise TransferFailed(f"{path} was changed while it was read", hint="load it again")
     return done
+
+
+def _open(path: str) -> IO[bytes]:
+    try:
+        with _reading(path):
+            return open(path, "rb", buffering=0, opener=_open_without_waiting)
+    except ValueError as exc:  # a NUL in the name, or what no file system can hold
+        raise TransferFailed(f"{path!r}: {exc}") from exc
+
+
+@contextmanager
+def _reading(path: str) -> Generator[None]:
+    """Failures of the file, and of the file only: a driver may raise OSError too, and means its device by it."""
+    try:
+        yield
+    except OSError as exc:
+        raise _unreadable(path, exc) from exc
+
+
+def _unreadable(path: str, exc: OSError) -> TransferFailed:
+    return TransferFailed(f"{path}: {exc.strerror or exc}", code=exc.errno)
+
+
+def _status(file: Any, path: str) -> os.stat_result:
+    with _reading(path):
+        return os.fstat(file.fileno())
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -75,7 +99,13 @@ def _copier(driver: Driver, index: int, mem: Any, path: str) -> Callable[[Any, i
     """How one chunk gets from the file to the device: by the driver itself, straight, or through host memory."""
 
     def by_driver(file: Any, file_offset: int, mem_offset: int, size: int) -> None:
-        done = driver.load(index, mem, mem_offset, file.fileno(), file_offset, size)
+        try:
+            done = driver.load(index, mem, mem_offset, file.fileno(), file_offset, size)
+        except OSError as exc:
+            # The file's, unless the driver knows it as its own.
+            if driver.classify(exc) is not None:
+                raise
+            raise _unreadable(path, exc) from exc
         if done != size:
             raise _short(path, file_offset + done)
 
@@ -100,13 +130,14 @@ def _copier(driver: Driver, index: int, mem: Any, path: str) -> Callable[[Any, i
 
 
 def _read_exactly(file: Any, offset: int, view: memoryview, path: str) -> None:
-    file.seek(offset)
     done = 0
-    while done < len(view):
-        got = file.readinto(view[done:])  # releases the GIL
-        if not got:
-            raise _short(path, offset + done)
-        done += got
+    with _reading(path):
+        file.seek(offset)
+        while done < len(view):
+            got = file.readinto(view[done:])  # releases the GIL
+            if not got:
+                raise _short(path, offset + done)
+            done += got
 
 
 def _short(path: str, at: int) -> TransferFailed:

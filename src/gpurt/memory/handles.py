@@ -86,7 +86,7 @@ class HandleTable:
         allocation = self._live.get(handle.handle_id)
         if allocation is None:
             raise InvalidHandle("the handle was freed already", device_id=str(handle.device_id))
-        if allocation.handle != handle:
+        if allocation.handle is not handle and allocation.handle != handle:
             raise InvalidHandle("the handle was tampered with", device_id=str(handle.device_id))
         return allocation
 

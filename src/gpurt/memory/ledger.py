@@ -66,19 +66,20 @@ class Ledger:
         """
         with self._lock:
             usage = self._usage[device_id]
-            limit = usage.limit_bytes
-            if limit is not None and usage.committed_bytes + nbytes > limit:
+            limit, committed = usage.limit_bytes, usage.committed_bytes
+            if limit is not None and committed + nbytes > limit:
                 raise OutOfMemory(
-                    f"{nbytes:,} bytes do not fit the limit of {limit:,}, of which {usage.committed_bytes:,} are taken",
+                    f"{nbytes:,} bytes do not fit the limit of {limit:,}, of which {committed:,} are taken",
                     device_id=device_id,
                     requested_bytes=nbytes,
-                    free_bytes=limit - usage.committed_bytes,
+                    free_bytes=limit - committed,
                     limit_bytes=limit,
                     pooled_bytes=0,
                     hint="free handles, allocate less, or raise memory_limit",
                 )
             usage.reserved_bytes += nbytes
-            usage.peak_bytes = max(usage.peak_bytes, usage.committed_bytes)
+            if committed + nbytes > usage.peak_bytes:
+                usage.peak_bytes = committed + nbytes
 
     def commit(self, device_id: str, nbytes: int) -> None:
         """A reservation became an allocation."""

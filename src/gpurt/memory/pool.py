@@ -20,7 +20,9 @@ _CLASSES_PER_DOUBLING: Final = 8
 
 def size_class(nbytes: int) -> int:
     """The block size that serves ``nbytes``: eight classes between two powers of two, 512 B at least."""
-    step = max(_SMALLEST, (1 << (nbytes - 1).bit_length() >> 1) // _CLASSES_PER_DOUBLING)
+    step = (1 << (nbytes - 1).bit_length() >> 1) // _CLASSES_PER_DOUBLING
+    if step < _SMALLEST:
+        step = _SMALLEST
     return -(-nbytes // step) * step
 
 
@@ -63,9 +65,9 @@ class Pool:
     def block_bytes(self, nbytes: int, alignment: int) -> int:
         """How large a block to make for ``nbytes``: a class where it could be kept, else no more than needed."""
         rounded = size_class(nbytes)
-        if rounded > self.limit_bytes or rounded % alignment:
-            rounded = nbytes
-        return -(-rounded // alignment) * alignment
+        if rounded <= self.limit_bytes and not rounded % alignment:
+            return rounded
+        return -(-nbytes // alignment) * alignment
 
     def take(self, block_bytes: int) -> Any | None:
         """A free block of exactly this size, or None."""
@@ -87,7 +89,8 @@ class Pool:
             self._free.setdefault(block_bytes, []).append(token)
             self._cached += block_bytes
             self._count += 1
-            self._peak = max(self._peak, self._cached)
+            if self._cached > self._peak:
+                self._peak = self._cached
             return True
 
     def evict(self, need_bytes: int | None = None) -> tuple[list[Any], int]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import fields as dataclass_fields
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from gpurt.errors import BackendClosed, BackendUnavailable, DeviceLost, DeviceNotFound, ReasonCode
+from gpurt.errors import BackendClosed, BackendUnavailable, DeviceNotFound, ReasonCode
 from gpurt.identity import normalize_pci_address
+from gpurt.sources.condition import DeviceCondition
+from gpurt.sources.nvml_condition import NvmlProcesses, read_condition, read_processes
 from gpurt.sources.nvml_device import (
     GPU_IS_LOST,
-    NO_PERMISSION,
     FieldReader,
     NvmlDevice,
     NvmlPartition,
@@ -31,47 +33,22 @@ from gpurt.sources.nvml_device import (
     error_state,
     read_telemetry,
 )
+from gpurt.sources.nvml_errors import device_lost, reason_of_no_handle, unavailable
 from gpurt.types import Telemetry
 
 __all__ = ["NvmlDevice", "NvmlPartition", "NvmlSession", "open_session"]
+
+_Answer = TypeVar("_Answer")
 
 _log = logging.getLogger("gpurt.sources.nvml")
 
 _INSTALL_HINT = "pip install nvidia-ml-py"
 
-_INVALID_ARGUMENT, _NOT_FOUND, _GPU_NOT_FOUND = 2, 6, 28  # nvmlReturn_t of nvml.h
+_MAX_DEVICES = 1024
+"""More than a host can have: a larger count is not one, and must not be counted to."""
 
-_NO_DEVICE = (ReasonCode.NO_DEVICE, "the NVIDIA driver is loaded and finds no GPU", None)
-_UNAVAILABLE: Mapping[int, tuple[ReasonCode, str, str | None]] = {
-    NO_PERMISSION: (
-        ReasonCode.NO_PERMISSION,
-        "this process may not open the NVIDIA driver",
-        "add the user to the group that owns /dev/nvidia*, usually video or render, and log in again",
-    ),
-    _NOT_FOUND: _NO_DEVICE,
-    9: (
-        ReasonCode.NO_DRIVER,
-        "the NVIDIA kernel driver is not loaded",
-        "run `sudo modprobe nvidia`, or reboot after installing the driver",
-    ),
-    12: (
-        ReasonCode.NO_DRIVER,
-        "libnvidia-ml not found: the NVIDIA driver is not installed",
-        "install the NVIDIA driver; in a container, start it with the NVIDIA container toolkit (`--gpus all`)",
-    ),
-    GPU_IS_LOST: (ReasonCode.ERROR, "a GPU has fallen off the bus", "reboot the machine; see `dmesg | grep Xid`"),
-    18: (
-        ReasonCode.DRIVER_MISMATCH,
-        "NVIDIA's library and kernel driver are of different versions, as after an upgrade",
-        "reboot, or reload the kernel modules: `sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia`",
-    ),
-    _GPU_NOT_FOUND: _NO_DEVICE,
-    999: (
-        ReasonCode.ERROR,
-        "the NVIDIA driver answers with an unknown error",
-        "if this is a container, it lost its devices, as by `systemctl daemon-reload` on the host: re-create it",
-    ),
-}
+_METRICS = tuple(name for name in Telemetry.model_fields if name != "unavailable")
+_CONDITIONS = tuple(field.name for field in dataclass_fields(DeviceCondition) if field.name != "unavailable")
 
 
 class _Library:
@@ -83,6 +60,8 @@ class _Library:
         self.nvml = _initialize()
         self.handles: dict[str, Any] = {}
         """Device handles by PCI address."""
+        self.mig_modes: dict[str, bool] = {}
+        """Whether MIG is on, by UUID. Asked once: CUDA, too, sees a change of it in new processes only."""
         self.driver_version = FieldReader(self.nvml).text("driver_version", "nvmlSystemGetDriverVersion")
 
 
@@ -138,7 +117,14 @@ class NvmlSession:
             try:
                 count = int(nvml.nvmlDeviceGetCount())
             except Exception as exc:
-                raise _unavailable(exc, "nvmlDeviceGetCount") from exc
+                raise unavailable(exc, "nvmlDeviceGetCount") from exc
+            if not 0 <= count <= _MAX_DEVICES:
+                raise BackendUnavailable(
+                    f"NVML counts {count} GPUs",
+                    backend="nvml",
+                    operation="nvmlDeviceGetCount",
+                    hint="reboot the machine",
+                )
             found: list[NvmlDevice] = []
             refused: list[Exception] = []
             for index in range(count):
@@ -149,9 +135,9 @@ class NvmlSession:
                     if error_code(exc) != GPU_IS_LOST:
                         refused.append(exc)
                 else:
-                    found.append(describe_device(nvml, index, handle, root))
+                    found.append(describe_device(nvml, index, handle, root, library.mig_modes))
             if count and len(refused) == count:
-                raise _unavailable(refused[0], "nvmlDeviceGetHandleByIndex") from refused[0]
+                raise unavailable(refused[0], "nvmlDeviceGetHandleByIndex") from refused[0]
             return tuple(found)
 
     def telemetry(self, pci_address: str, root: Path = Path("/")) -> Telemetry:
@@ -161,6 +147,26 @@ class NvmlSession:
             DeviceNotFound: not an address, or no NVIDIA GPU there. DeviceLost: it has fallen off the bus.
             BackendClosed: after ``close``.
         """
+        return self._ask(
+            pci_address,
+            lambda fields, handle: read_telemetry(fields, handle, root),
+            lambda reason: Telemetry(unavailable=dict.fromkeys(_METRICS, reason)),
+        )
+
+    def condition(self, pci_address: str) -> DeviceCondition:
+        """ECC errors, remapped rows, throttling, recovery action and PCIe link of one GPU; raises as ``telemetry``."""
+        return self._ask(
+            pci_address, read_condition, lambda reason: DeviceCondition(unavailable=dict.fromkeys(_CONDITIONS, reason))
+        )
+
+    def processes(self, pci_address: str) -> NvmlProcesses:
+        """The compute processes on one GPU; raises as ``telemetry``."""
+        return self._ask(pci_address, read_processes, lambda reason: NvmlProcesses(None, reason))
+
+    def _ask(
+        self, pci_address: str, read: Callable[[FieldReader, Any], _Answer], nothing: Callable[[str], _Answer]
+    ) -> _Answer:
+        """What ``read`` makes of one GPU's handle, or ``nothing`` with the reason why there is no handle."""
         address = normalize_pci_address(pci_address)
         if address is None:
             raise DeviceNotFound(f"{pci_address!r} is not a PCI address", operation="NVML telemetry")
@@ -170,11 +176,11 @@ class NvmlSession:
             if handle is None:
                 handle = fields.read("handle", "nvmlDeviceGetHandleByPciBusId", address.encode())
             if handle is None:
-                return _without_handle(address, fields)
-            reading = read_telemetry(fields, handle, root)
+                return nothing(reason_of_no_handle(address, fields))
+            reading = read(fields, handle)
             if fields.lost is not None:
                 library.handles.pop(address, None)
-                raise _lost(address) from fields.lost
+                raise device_lost(address) from fields.lost
             library.handles[address] = handle
             return reading
 
@@ -259,7 +265,7 @@ def _initialize() -> Any:
     try:
         nvml.nvmlInit()
     except Exception as exc:
-        raise _unavailable(exc, "nvmlInit") from exc
+        raise unavailable(exc, "nvmlInit") from exc
     return nvml
 
 
@@ -267,28 +273,3 @@ def _distribution() -> str:
     from importlib.metadata import packages_distributions
 
     return " ".join(sorted(set(packages_distributions().get("pynvml", ())))) or "pynvml"
-
-
-def _unavailable(exc: BaseException, operation: str) -> BackendUnavailable:
-    code = error_code(exc)
-    reason, message, hint = _UNAVAILABLE.get(code or 0, (ReasonCode.ERROR, f"NVML failed: {exc}", None))
-    return BackendUnavailable(message, reason=reason, backend="nvml", operation=operation, code=code, hint=hint)
-
-
-def _lost(address: str) -> DeviceLost:
-    return DeviceLost(
-        f"the GPU at {address} has fallen off the bus",
-        operation="NVML telemetry",
-        code=GPU_IS_LOST,
-        hint="reboot the machine; see `dmesg | grep Xid`",
-    )
-
-
-def _without_handle(address: str, fields: FieldReader) -> Telemetry:
-    if fields.lost is not None:
-        raise _lost(address) from fields.lost
-    code = error_code(fields.error) if fields.error is not None else None
-    if code in (_INVALID_ARGUMENT, _NOT_FOUND, _GPU_NOT_FOUND):
-        raise DeviceNotFound(f"no NVIDIA GPU at {address}", operation="NVML telemetry", code=code) from fields.error
-    metrics = [name for name in Telemetry.model_fields if name != "unavailable"]
-    return Telemetry(unavailable=dict.fromkeys(metrics, fields.unavailable["handle"]))

@@ -6,13 +6,14 @@ Internal to :mod:`gpurt.sources.nvml`, which owns the library; nothing here init
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpurt.identity import normalize_pci_address, normalize_uuid
-from gpurt.sources.host import memory_budget, pci_numa_node
+from gpurt.sources.host_identity import pci_numa_node
+from gpurt.sources.host_memory import memory_budget
 from gpurt.types import DeviceState, Telemetry
 
 _log = logging.getLogger("gpurt.sources.nvml")
@@ -185,8 +186,11 @@ class FieldReader:
         )
 
 
-def describe_device(nvml: Any, index: int, handle: Any, root: Path) -> NvmlDevice:
-    """Everything that does not change from second to second, and memory. Never raises for the device's sake."""
+def describe_device(nvml: Any, index: int, handle: Any, root: Path, mig_modes: MutableMapping[str, bool]) -> NvmlDevice:
+    """Everything that does not change from second to second, and memory. Never raises for the device's sake.
+
+    ``mig_modes`` remembers by UUID whether MIG is on.
+    """
     fields = FieldReader(nvml)
     name = fields.text("name", "nvmlDeviceGetName", handle)
     uuid = normalize_uuid(fields.text("uuid", "nvmlDeviceGetUUID", handle))
@@ -216,7 +220,7 @@ def describe_device(nvml: Any, index: int, handle: Any, root: Path) -> NvmlDevic
         max_clock_mhz=max_clock,
         memory_bandwidth_gbps=_bandwidth(fields, handle),
         numa_node=pci_numa_node(address, root) if address else None,
-        partitions=_partitions(nvml, fields, handle, root),
+        partitions=_partitions(nvml, fields, handle, root) if _mig(fields, handle, uuid, mig_modes) else (),
         # Last, because any of the calls above may be the one that finds out.
         state=state if fields.lost is None else DeviceState.LOST,
         reason=reason if fields.lost is None else describe_error(fields.lost),
@@ -281,11 +285,18 @@ def _bandwidth(fields: FieldReader, handle: Any) -> float | None:
     return 2 * clock * 1e6 * bits / 8 / 1e9 if clock and bits else None
 
 
-def _partitions(nvml: Any, fields: FieldReader, handle: Any, root: Path) -> tuple[NvmlPartition, ...]:
+def _mig(fields: FieldReader, handle: Any, uuid: str | None, modes: MutableMapping[str, bool]) -> bool:
+    if uuid is not None and uuid in modes:
+        return modes[uuid]
     mode = fields.read("mig", "nvmlDeviceGetMigMode", handle)
-    fields.unavailable.pop("mig", None)  # most GPUs have no such thing
-    if not mode or mode[0] != 1:
-        return ()
+    reason = fields.unavailable.pop("mig", None)  # not a field of the record, and most GPUs have no such thing
+    on = bool(mode) and mode[0] == 1
+    if uuid is not None and reason in (None, "unsupported"):
+        modes[uuid] = on
+    return on
+
+
+def _partitions(nvml: Any, fields: FieldReader, handle: Any, root: Path) -> tuple[NvmlPartition, ...]:
     found: list[NvmlPartition] = []
     for index in range(fields.number("partitions", 0, 64, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         try:

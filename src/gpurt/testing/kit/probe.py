@@ -74,6 +74,9 @@ class DriverProbe:
         self._saw_open = False
         self._gates: list[Gate] = []
         self._failures: dict[str, list[BaseException]] = {}
+        # A held call may take any time, which no driver may that promises short ones.
+        self._inline_copy_bytes = driver.inline_copy_bytes
+        driver.inline_copy_bytes = 0
         for method in WATCHED:
             setattr(driver, method, self._wrap(method, getattr(driver, method)))
 
@@ -82,6 +85,7 @@ class DriverProbe:
         self.release()
         for method in WATCHED:
             vars(self.driver).pop(method, None)
+        self.driver.inline_copy_bytes = self._inline_copy_bytes
 
     def hold(self, method: str, *, index: int | None = None, calls: int | None = 1) -> Gate:
         """Hold the next ``calls`` calls of ``method`` (None: all), on one device or on any."""
