@@ -164,6 +164,11 @@ class TestMemory:
         found = gpu(mlx=mlx(max_recommended_working_set_size=size))
         assert (found.working_set_bytes, found.unavailable["working_set_bytes"]) == (None, "invalid")
 
+    def test_apl1_setting_above_what_metal_calls_the_memory(self) -> None:
+        told = mlx(memory_size=64 * GIB, max_recommended_working_set_size=None)
+        found = gpu(sysctl=sysctl("114688"), mlx=told)
+        assert (found.working_set_bytes, found.unavailable["working_set_bytes"]) == (None, "invalid")
+
     def test_more_used_than_there_is(self) -> None:
         statistics = {"Device Utilization %": 101, "In use system memory": 129 * GIB}
         found = gpu(ioreg=registry(AGX | {"PerformanceStatistics": statistics}))

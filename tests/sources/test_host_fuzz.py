@@ -50,10 +50,11 @@ mount = st.builds(
     st.sampled_from(PLACES),
     st.sampled_from(["cgroup", "cgroup2"]),
 )
-names = st.tuples(st.sampled_from(PLACES), st.sampled_from(GROUPS), st.sampled_from(sorted(FILES))).map("/".join)
-limits = st.sets(names, max_size=7).flatmap(
-    lambda paths: st.fixed_dictionaries({p: st.none() | FILES[p.rpartition("/")[2]] for p in sorted(paths)})
+directories = st.builds("{}/{}".format, st.sampled_from(PLACES), st.sampled_from(GROUPS))
+one_file = st.one_of(
+    [st.tuples(directories.map(f"{{}}/{name}".format), st.none() | texts) for name, texts in FILES.items()]
 )
+limits = st.lists(one_file, max_size=7).map(lambda found: {path.replace("//", "/"): text for path, text in found})
 around = st.fixed_dictionaries(
     {
         "proc/self/cgroup": st.lists(lines | lines | lines | junk, max_size=4).map("\n".join),

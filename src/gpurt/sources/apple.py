@@ -164,8 +164,12 @@ def _own(facts: _Facts, display: Display | None, driver: Accelerator | None, mlx
     budget = told.integer("working_set_bytes", 1, most, "max_recommended_working_set_size")
     source: Literal["metal", "sysctl"] | None = "metal" if budget is not None else None
     # Without either, nothing is guessed: the system's own share of the memory differs by model and version.
-    if budget is None and facts.wired_limit_bytes:
-        budget, source = facts.wired_limit_bytes, "sysctl"
+    wired = facts.wired_limit_bytes
+    if budget is None and wired:
+        if wired <= most:
+            budget, source = wired, "sysctl"
+        else:
+            told.missing("working_set_bytes", "invalid")
     used = driver.memory_used_bytes if driver else None
     gpu = AppleGpu(
         name=next((name for name in named if name is not None), None),
