@@ -13,6 +13,9 @@ FIRST_BYTES: Final = 4 << 20
 """Size of the first piece, which tells how fast this memory is: touched memory takes 8 to 12 GB/s a thread, fresh
 memory a tenth of that, because every page of it is a fault first."""
 
+UNCUT_BYTES: Final = 32 << 20
+"""Up to here there is one piece: 20 ms even in fresh memory."""
+
 
 def pieces(
     nbytes: int,
@@ -30,7 +33,7 @@ def pieces(
             one call then is one ``memcpy``, and the C library writes past the caches only in long ones (here from 232
             MiB on, 11 against 8.5 GB/s). Without it all pieces are of ``most`` bytes.
     """
-    if nbytes <= FIRST_BYTES and nbytes <= most:
+    if nbytes <= UNCUT_BYTES and nbytes <= most:
         return ((0, nbytes),)
     most = max(alignment, most - most % alignment)
     first = min(most, max(alignment, FIRST_BYTES - FIRST_BYTES % alignment))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpurt.pieces import FIRST_BYTES, PIECE_S, pieces
+from gpurt.pieces import FIRST_BYTES, PIECE_S, UNCUT_BYTES, pieces
 
 MIB = 1 << 20
 
@@ -54,6 +54,12 @@ def test_without_pace_all_are_as_large_as_may_be() -> None:
         (8 * MIB, 16 * MIB),
         (16 * MIB, 20 * MIB),
     ]
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_what_is_soon_over_is_not_cut(paced: bool) -> None:
+    assert list(pieces(UNCUT_BYTES, 256 * MIB, paced=paced)) == [(0, UNCUT_BYTES)]
+    assert len(list(pieces(UNCUT_BYTES + 1, 256 * MIB, paced=paced, clock=lambda: 0.0))) == 1 + paced
 
 
 def test_alignment_larger_than_a_piece_wins() -> None:
