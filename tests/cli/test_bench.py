@@ -297,8 +297,9 @@ class TestMeasuring:
     async def test_peak_memory_sees_what_is_gone_again(self) -> None:
         async with PeakMemory() as peak:
             array = np.ones(64 << 20, np.uint8)
-            while peak.grown_bytes < array.nbytes - (4 << 20):
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(10):
+                while peak.grown_bytes < array.nbytes - (4 << 20):
+                    await asyncio.sleep(0.001)
             del array
         assert peak.grown_bytes < 256 << 20
 

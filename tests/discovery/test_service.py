@@ -625,6 +625,24 @@ async def test_a_crash_is_remembered_for_the_driver_that_crashed(path: Path, mon
         assert [each.usable for each in result.devices] == [True, True]
 
 
+async def test_a_callback_that_fails_costs_nobody_the_devices(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(device(0))
+    host.sees["cuda"] = (device(0),)
+    host.gate = asyncio.Event()
+    seen: list[DiscoveryResult] = []
+
+    def fails(_: DiscoveryResult) -> None:
+        raise ZeroDivisionError("a caller's fault")
+
+    async with host.service(path) as service:
+        careless = asyncio.create_task(service.discover_all_devices(on_preview=fails))
+        other = asyncio.create_task(service.discover_all_devices(on_preview=seen.append))
+        await first(seen)
+        host.gate.set()
+        assert await careless == await other
+    assert "a caller's fault" in caplog.text
+
+
 async def test_the_preview_of_a_known_host_is_what_the_registry_remembers(path: Path) -> None:
     host = Host(device(0))
     async with host.service(path) as service:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpurt.visibility import Candidate
+from gpurt.visibility.candidates import Candidate
 
 A = "GPU-1a1a1a1a-0000-1111-2222-333333333333"
 B = "GPU-2b2b2b2b-0000-1111-2222-444444444444"

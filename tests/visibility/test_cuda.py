@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from gpurt.visibility import Candidate, resolve
+from gpurt.visibility.candidates import Candidate
+from gpurt.visibility.resolve import resolve
 from tests.visibility.hosts import H100, MIG, A, B, mig, nvidia
 
 CVD = "CUDA_VISIBLE_DEVICES"

@@ -7,7 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpurt.errors import DeviceNotFound, Unsupported
-from gpurt.visibility import VARIABLES, Candidate, env_for, resolve
+from gpurt.visibility.candidates import Candidate
+from gpurt.visibility.children import env_for
+from gpurt.visibility.resolve import resolve
+from gpurt.visibility.variables import VARIABLES
 from tests.visibility.hosts import H100, A, B, amd, intel, mig, nvidia
 
 EXAMPLES = pytest.mark.parametrize("examples", [1000, pytest.param(100_000, marks=pytest.mark.slow)])

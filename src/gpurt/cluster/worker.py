@@ -20,10 +20,10 @@ from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.state import this_host
 from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_settings import check_endpoint
-from gpurt.discovery.offload import off_loop
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
+from gpurt.offload import off_loop
 
 DEFAULT_ENDPOINT: Final = "tcp/127.0.0.1:7447"
 """zenoh's registered port."""

@@ -14,14 +14,13 @@ from gpurt.discovery.reasons import remedy
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
 from gpurt.types import BackendReport, DeviceState, GPUDevice
+from gpurt.visibility.variables import CUDA_VISIBLE_DEVICES
 
 if TYPE_CHECKING:
     from gpurt.discovery.remembered import Remembered
 
 CONCLUSIVE: Final = frozenset({ReasonCode.NO_DEVICE, ReasonCode.HIDDEN_BY_ENVIRONMENT})
 """Reasons that are successful enumerations: devices that are not among them are really not there."""
-
-CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 _LIBRARY_SIDE: Final = frozenset({ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER, ReasonCode.ERROR, ReasonCode.NO_DEVICE})
 
@@ -131,7 +130,8 @@ def _masked(
     """Positions among the sighted cards that the visibility variable hides, and a warning about its value."""
     if CUDA_VISIBLE_DEVICES not in environ or not outcome.sighted:
         return frozenset(), None
-    from gpurt.visibility import candidate_of, resolve  # half of a quick answer is imports: only where it is needed
+    from gpurt.visibility.candidates import candidate_of
+    from gpurt.visibility.resolve import resolve  # half of a quick answer is imports: only where it is needed
 
     visibility = resolve(environ, [candidate_of(card) for card in outcome.sighted])
     warning = "; ".join(visibility.warnings) or None

@@ -16,8 +16,9 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpurt.discovery.assemble import CONCLUSIVE
-from gpurt.discovery.result import DiscoveryResult, utc_now
+from gpurt.discovery.result import DiscoveryResult
 from gpurt.errors import ReasonCode
+from gpurt.registry.records import utc_now
 from gpurt.types import BackendReport, DeviceState, GPUDevice
 
 MEMORY_QUANTUM_BYTES: Final = 64 << 20

@@ -11,12 +11,12 @@ from typing import Final
 
 from gpurt.discovery.assemble import CONCLUSIVE, BackendAnswer
 from gpurt.discovery.backoff import Backoff
-from gpurt.discovery.offload import off_loop
 from gpurt.discovery.registry import RegistryDocument, RegistryFile, RegistryTooNew
 from gpurt.discovery.remembered import MAX_ANSWERS, Remembered
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
 from gpurt.errors import ReasonCode
+from gpurt.offload import off_loop
 from gpurt.registry.records import Link, between
 from gpurt.types import GPUDevice
 

@@ -7,21 +7,26 @@ deadline where a driver hangs. Nobody has to wait for that to learn the rest.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from gpurt.discovery.assemble import BackendAnswer
 from gpurt.discovery.merge import merge
-from gpurt.discovery.result import DiscoveryResult, utc_now
+from gpurt.discovery.result import DiscoveryResult
+from gpurt.registry.records import utc_now
 from gpurt.types import DeviceKind, GPUDevice
 
 NOT_YET: Final = "not verified yet"
 LATEST_S: Final = 0.8
-"""After the start of a look-up that is still going on: within the second in which discovery promises an answer, and
-late enough for NVML's answer, which takes a process of its own 0.55 to 0.7 s on a host with two GPUs."""
+"""After the start of a look-up that is still going on: within the second in which discovery promises an answer, and as
+late as that allows, because NVML's answer is one of a new process. On a host with two H100 half a second was too early
+for it."""
 NEIGHBOURS_S: Final = 0.05
 """From the first devices seen to the preview, for those of other backends that are about to be."""
+
+_log = logging.getLogger("gpurt.discovery")
 
 OnPreview = Callable[[DiscoveryResult], None]
 
@@ -44,7 +49,7 @@ class Previews:
             yield
             return
         if self._now is not None:
-            on_preview(self._now)
+            _call(on_preview, self._now)
             yield
             return
         self._waiting.append(on_preview)
@@ -108,7 +113,14 @@ class Previews:
         self._now = result
         waiting, self._waiting = self._waiting, []
         for on_preview in waiting:
-            on_preview(result)
+            _call(on_preview, result)
+
+
+def _call(on_preview: OnPreview, result: DiscoveryResult) -> None:
+    try:
+        on_preview(result)
+    except Exception:  # one caller's fault must not cost the others their devices
+        _log.exception("a callback for a preview of discovery failed")
 
 
 def _unopened(device: GPUDevice) -> GPUDevice:

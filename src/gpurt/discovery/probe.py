@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from gpurt.discovery.offload import off_loop
 from gpurt.discovery.probe_child import ENV_PATH, ENV_TOKEN
 from gpurt.discovery.wire import (
     MAX_ANSWER_BYTES,
@@ -29,6 +28,7 @@ from gpurt.discovery.wire import (
     Transcript,
 )
 from gpurt.errors import ReasonCode
+from gpurt.offload import off_loop
 
 if TYPE_CHECKING:
     from gpurt.types import GPUDevice

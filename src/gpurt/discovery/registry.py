@@ -11,9 +11,9 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gpurt.discovery.remembered import Remembered
-from gpurt.discovery.result import DiscoveryStatus, utc_now
+from gpurt.discovery.result import DiscoveryStatus
 from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, RegistryTooNew
-from gpurt.registry.records import Link, TuningRecord, readable
+from gpurt.registry.records import Link, TuningRecord, readable, utc_now
 from gpurt.types import BackendReport, GPUDevice
 
 _log = logging.getLogger("gpurt.discovery.registry")

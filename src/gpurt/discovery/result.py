@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from pydantic import Field
 
 from gpurt.errors import ReasonCode
-from gpurt.registry.records import Link
+from gpurt.registry.records import Link, utc_now
 from gpurt.types import BackendReport, DeviceKind, GPUDevice, MappingModel
 
 SCHEMA_VERSION: Final = 1
@@ -82,11 +81,6 @@ def summarize(
         timestamp=utc_now(),
         registry=registry,
     )
-
-
-def utc_now() -> str:
-    """ISO 8601 in UTC, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _failed_verification(device: GPUDevice) -> bool:

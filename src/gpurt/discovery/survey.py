@@ -15,12 +15,12 @@ from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
 from gpurt.discovery.gate import PCI_VENDORS, gate
 from gpurt.discovery.in_place import InPlaceProber
-from gpurt.discovery.offload import off_loop
 from gpurt.discovery.probe import Sighted, has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
 from gpurt.factory import PLATFORM_BACKEND_PRIORITY
+from gpurt.offload import off_loop
 from gpurt.platforms import Platform
 from gpurt.settings import SelectionSettings
 from gpurt.sources.pci import has_pci_vendor
@@ -104,16 +104,16 @@ class Survey:
         if progress is not None:
             for name in refused:
                 progress.answered(name, unavailable(name, refused[name], self._platform))
+
+        async def ask(name: str) -> BackendAnswer:
+            known, here = remembered.get(name, ()), name in registered
+            answer = await self._probe(name, deadlines[name], environ, verified, known, here, progress)
+            if progress is not None:
+                progress.answered(name, answer)
+            return answer
+
         async with asyncio.TaskGroup() as group:
-            asked = {
-                name: group.create_task(
-                    self._probe(
-                        name, deadline, environ, verified, remembered.get(name, ()), name in registered, progress
-                    )
-                )
-                for name, deadline in deadlines.items()
-                if name not in refused
-            }
+            asked = {name: group.create_task(ask(name)) for name in deadlines if name not in refused}
         return {
             name: unavailable(name, refused[name], self._platform) if name in refused else asked[name].result()
             for name in deadlines
@@ -134,21 +134,6 @@ class Survey:
         return {name: failure for name, failure in found if failure is not None}
 
     async def _probe(
-        self,
-        name: str,
-        deadline: float,
-        environ: Mapping[str, str],
-        verified: Set[str],
-        remembered: Sequence[Remembered],
-        registered: bool,
-        progress: Progress | None,
-    ) -> BackendAnswer:
-        answer = await self._outcome(name, deadline, environ, verified, remembered, registered, progress)
-        if progress is not None:
-            progress.answered(name, answer)
-        return answer
-
-    async def _outcome(
         self,
         name: str,
         deadline: float,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 from gpurt.errors import GPUError
-from gpurt.lane import Lane
+from gpurt.offload import off_loop
 from gpurt.registry.measured import MeasuredFile
 from gpurt.registry.records import Link
-
-T = TypeVar("T")
 
 _log = logging.getLogger("gpurt.links")
 
@@ -23,7 +19,7 @@ async def kept_links(registry_path: str | os.PathLike[str] | None = None) -> tup
 
     Devices that are not there any more are among them. Empty also where the file cannot be read, which is logged.
     """
-    return await off_loop(lambda: MeasuredFile(registry_path).links())
+    return await off_loop("links", lambda: MeasuredFile(registry_path).links())
 
 
 async def keep_links(links: Iterable[Link], registry_path: str | os.PathLike[str] | None = None) -> bool:
@@ -35,17 +31,8 @@ async def keep_links(links: Iterable[Link], registry_path: str | os.PathLike[str
     if not measured:
         return True
     try:
-        await off_loop(lambda: MeasuredFile(registry_path).keep_links(measured))
+        await off_loop("links", lambda: MeasuredFile(registry_path).keep_links(measured))
     except (OSError, GPUError) as exc:
         _log.warning("the measured links are not kept: %s", exc)
         return False
     return True
-
-
-async def off_loop(call: Callable[[], T]) -> T:
-    """Run a blocking call on a thread of its own: a dead disk, or a hung NVML, must hold up nobody else."""
-    lane = Lane("gpurt:links")
-    try:
-        return await asyncio.wrap_future(lane.submit(call))
-    finally:
-        lane.stop()

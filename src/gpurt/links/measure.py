@@ -14,8 +14,9 @@ from typing import Final
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendClosed, DeviceNotFound, GPUError, TransferFailed, Unsupported, WrongLoop
-from gpurt.links.keep import keep_links, off_loop
+from gpurt.links.keep import keep_links
 from gpurt.links.way import peer_access, way_between
+from gpurt.offload import off_loop
 from gpurt.registry.records import Link, LinkType, between, utc_now
 from gpurt.types import GPUDevice, MemoryHandle
 
@@ -112,7 +113,7 @@ async def measure_link(
         await _compare(backend, source, target, pattern)
     # Only now: the first copy finds out.
     peers = peer_access(backend, src_device_id, dst_device_id)
-    way = await off_loop(lambda: way_between(src, dst, peers))
+    way = await off_loop("links", lambda: way_between(src, dst, peers))
     return _link(src, dst, **asdict(way), bandwidth_gbps=bandwidth_gbps, latency_us=latency_us, bytes_measured=nbytes)
 
 

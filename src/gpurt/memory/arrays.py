@@ -15,7 +15,7 @@ from gpurt.errors import InvalidHandle, OutOfRange, Unsupported
 from gpurt.memory.hosttensor import load_numpy
 from gpurt.memory.scope import (
     ScopedArray,
-    _itemsize,  # pyright: ignore[reportPrivateUsage]
+    itemsize,
 )
 from gpurt.memory.views import DeviceView
 
@@ -134,7 +134,7 @@ def array_extents(shape: int | Sequence[int], dtype: str, operation: str) -> tup
     if any(extent < 1 for extent in extents):
         raise OutOfRange(f"an array of shape {extents} has no element", operation=operation)
     try:
-        return extents, math.prod(extents) * _itemsize(dtype)
+        return extents, math.prod(extents) * itemsize(dtype)
     except OutOfRange as exc:
         exc.operation = operation
         raise

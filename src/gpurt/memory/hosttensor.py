@@ -6,7 +6,6 @@ else speaks DLPack, the buffer protocol or ``__array__``.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import sys
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from gpurt.errors import GPUError, OutOfRange, Unsupported
-from gpurt.lane import Lane
 from gpurt.memory.hostbuffer import HostBuffer
+from gpurt.offload import off_loop
 
 T = TypeVar("T")
 
@@ -40,16 +39,7 @@ class HostTensor:
         """``pack``, off the event loop where it is long."""
         if self.in_order or self.nbytes <= INLINE_BYTES:
             return self.pack()
-        return await off_loop(self.pack)
-
-
-async def off_loop(call: Callable[[], T]) -> T:
-    """Run a blocking call on a thread of its own. Cancelled, it returns at once; the call runs to its end."""
-    lane = Lane("gpurt:host")
-    try:
-        return await asyncio.get_running_loop().run_in_executor(lane, call)
-    finally:
-        lane.stop()
+        return await off_loop("host", self.pack)
 
 
 async def load_numpy() -> Any:
@@ -58,7 +48,7 @@ async def load_numpy() -> Any:
     # A module that another thread is still importing is there already, without its contents.
     if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
         return loaded
-    return await off_loop(lambda: importlib.import_module("numpy"))
+    return await off_loop("host", lambda: importlib.import_module("numpy"))
 
 
 async def understand(tensor: object) -> HostTensor:

@@ -67,7 +67,7 @@ class MemoryScope:
         if any(extent < 1 for extent in extents):
             raise OutOfRange(f"an array of shape {extents} has no element", operation="memory_scope")
         device = device_id or self._device_id or self._backend.devices[0].device_id
-        handle = await self._backend.allocate(device, math.prod(extents) * _itemsize(dtype))
+        handle = await self._backend.allocate(device, math.prod(extents) * itemsize(dtype))
         if not self._open:  # the scope ended while the driver was at it
             await self._backend.deallocate(handle)
             raise InvalidHandle("the memory scope has ended", operation="memory_scope", device_id=device)
@@ -121,7 +121,7 @@ _ITEM_BYTES: Final = {
 }
 
 
-def _itemsize(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     size = _ITEM_BYTES.get(dtype)
     if size is None:
         raise OutOfRange(f"{dtype!r} is not one of {', '.join(_ITEM_BYTES)}", operation="memory_scope")

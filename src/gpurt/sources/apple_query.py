@@ -6,13 +6,12 @@ None of the tools needs root. MLX opens the GPU, so call :func:`query_apple` in 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from gpurt.errors import ReasonCode
 from gpurt.sources.apple_tools import ToolAnswer, run_tool
-from gpurt.sources.table import Absence, as_mapping
+from gpurt.sources.table import Absence, as_mapping, load_package
 
 SYSCTL_NAMES: Final = (
     "hw.memsize",
@@ -79,13 +78,9 @@ def query_mlx(mx: Any = None) -> dict[str, Any]:
     Args:
         mx: default: the module ``mlx.core``.
     """
-    if mx is None:
-        try:
-            mx = importlib.import_module("mlx.core")
-        except ModuleNotFoundError as exc:
-            return Absence(ReasonCode.NO_LIBRARY, f"the Python package {exc.name} is not installed").as_table()
-        except Exception as exc:  # packages with native parts raise anything while they are imported
-            return Absence(ReasonCode.ERROR, f"the Python package mlx does not load: {exc}").as_table()
+    mx = load_package("mlx.core") if mx is None else mx
+    if isinstance(mx, Absence):
+        return mx.as_table()
     try:
         if not mx.metal.is_available():
             return {"available": False}

@@ -6,12 +6,11 @@ context, and allocates no memory on a device.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, Final
 
 from gpurt.errors import ReasonCode
-from gpurt.sources.table import Absence
+from gpurt.sources.table import Absence, load_package
 
 # cl.h and cl_ext.h
 _DEVICE_NOT_FOUND: Final = -1
@@ -42,13 +41,9 @@ def query_opencl(cl: Any = None) -> dict[str, Any]:
     Args:
         cl: default: the package ``pyopencl``.
     """
-    if cl is None:
-        try:
-            cl = importlib.import_module("pyopencl")
-        except ModuleNotFoundError as exc:
-            return Absence(ReasonCode.NO_LIBRARY, f"the Python package {exc.name} is not installed").as_table()
-        except Exception as exc:  # packages with native parts raise anything while they are imported
-            return Absence(ReasonCode.ERROR, f"the Python package pyopencl does not load: {exc}").as_table()
+    cl = load_package("pyopencl") if cl is None else cl
+    if isinstance(cl, Absence):
+        return cl.as_table()
     try:
         platforms = list(cl.get_platforms())
     except Exception as exc:  # pyopencl's errors share no base but this one

@@ -7,6 +7,7 @@ are those of :mod:`gpurt.sources.sysfs`, and ``ambiguous``: told, but impossible
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -28,6 +29,23 @@ class Absence:
     def as_table(self) -> dict[str, Any]:
         """The table that says so."""
         return {"error": {"reason": str(self.reason), "message": self.message}}
+
+
+def load_package(module: str, *, library: str | None = None) -> Any:
+    """The module of an optional package, or the :class:`Absence` that says why there is none. Blocking.
+
+    Args:
+        library: the shared library whose absence an ``OSError`` of the import means, for people.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        return Absence(ReasonCode.NO_LIBRARY, f"the Python package {exc.name} is not installed")
+    except Exception as exc:  # packages with native parts raise anything while they are imported
+        if library is not None and isinstance(exc, OSError):
+            return Absence(ReasonCode.NO_LIBRARY, f"the {library} is not installed: {exc}")
+        return Absence(ReasonCode.ERROR, f"the Python package {package} does not load: {exc or type(exc).__name__}")
 
 
 class Row:

@@ -6,17 +6,19 @@ probe's process. Makes no device, and allocates no memory on one.
 
 from __future__ import annotations
 
-import importlib
+import logging
 from typing import Any, Final
 
 from gpurt.errors import ReasonCode
-from gpurt.sources.table import Absence
+from gpurt.sources.table import Absence, load_package
 
 _1_1: Final = 1 << 22 | 1 << 12
 _1_2: Final = 1 << 22 | 2 << 12
 
 _PORTABILITY_ENUMERATION: Final = "VK_KHR_portability_enumeration"
 _PORTABILITY_FLAG: Final = 1  # VK_INSTANCE_CREATE_ENUMERATE_PORTABILITY_BIT_KHR
+
+_log = logging.getLogger("gpurt.sources")
 
 # Extensions without which a structure stays as we made it, and would be read as an answer.
 _PCI_EXTENSION: Final = "VK_EXT_pci_bus_info"
@@ -32,15 +34,9 @@ def query_vulkan(vk: Any = None) -> dict[str, Any]:
     Args:
         vk: default: the package ``vulkan``.
     """
-    if vk is None:
-        try:
-            vk = importlib.import_module("vulkan")
-        except ModuleNotFoundError as exc:
-            return Absence(ReasonCode.NO_LIBRARY, f"the Python package {exc.name} is not installed").as_table()
-        except OSError as exc:
-            return Absence(ReasonCode.NO_LIBRARY, f"the Vulkan loader is not installed: {exc}").as_table()
-        except Exception as exc:  # packages with native parts raise anything while they are imported
-            return Absence(ReasonCode.ERROR, f"the Python package vulkan does not load: {_text(exc)}").as_table()
+    vk = load_package("vulkan", library="Vulkan loader") if vk is None else vk
+    if isinstance(vk, Absence):
+        return vk.as_table()
     try:
         instance = _instance(vk)
     except Exception as exc:  # the package's errors share no base but this one
@@ -87,18 +83,21 @@ def _device(vk: Any, physical: Any) -> dict[str, Any]:
     try:
         row |= _core(vk.vkGetPhysicalDeviceProperties(physical))
         extensions = {item.extensionName for item in vk.vkEnumerateDeviceExtensionProperties(physical, None)}
-    except Exception:
+    except Exception as exc:
+        _log.info("a Vulkan device does not tell its properties: %s", _text(exc))
         errors |= dict.fromkeys((*_CORE, *_IDENTITY), "error")
         extensions = None
     modern = extensions is not None and row["api_version"] >= _1_1
     if modern and extensions is not None:
         try:
             row |= _identity(vk, physical, extensions, row["api_version"])
-        except Exception:
+        except Exception as exc:
+            _log.info("a Vulkan device does not tell its identity: %s", _text(exc))
             errors |= dict.fromkeys(_IDENTITY, "error")
     try:
         row["heaps"] = _heaps(vk, physical, budgets=modern and _BUDGET_EXTENSION in (extensions or ()))
-    except Exception:
+    except Exception as exc:
+        _log.info("a Vulkan device does not tell its memory: %s", _text(exc))
         errors["heaps"] = "error"
     return {**row, "errors": errors} if errors else row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -13,6 +14,8 @@ from gpurt.lane import Lane
 from gpurt.sources.nvml import NvmlSession, open_session
 from gpurt.telemetry.reading import METRICS, RawReading
 from gpurt.types import Telemetry
+
+_log = logging.getLogger("gpurt.telemetry")
 
 Read = Callable[[], Awaitable[RawReading]]
 """One reading of one device. Raises ``DeviceLost`` when it is gone, ``DeviceUnresponsive`` when its driver hangs, and
@@ -52,9 +55,10 @@ def with_fallback(*reads: Read) -> Read:
                 answer = await source()
             except DeviceLost:
                 raise
-            except Exception:
+            except Exception as exc:
                 if position == len(order) - 1 and answer is None:
                     raise
+                _log.debug("the next source is asked, since one failed: %s: %s", type(exc).__name__, exc)
                 continue
             if any(value is not None for value in answer.values.values()):
                 order.insert(0, order.pop(position))

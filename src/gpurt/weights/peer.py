@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, OutOfRange
-from gpurt.memory.hosttensor import off_loop
 from gpurt.memory.scope import ScopedArray
 from gpurt.memory.transfer import Place, transfer
 from gpurt.memory.undo import undo_allocations
+from gpurt.offload import off_loop
 from gpurt.types import MemoryHandle
 from gpurt.weights.errors import shown
 from gpurt.weights.header import DTYPES, TensorInfo
@@ -65,7 +65,7 @@ async def copy_shard_from_peer(
     try:
         for _, block in blocks:
             handles.append(await backend.allocate(device_id, block.size_bytes))
-        moves, tensors = await off_loop(partial(_place, blocks, handles))
+        moves, tensors = await off_loop("host", partial(_place, blocks, handles))
         await _run(moves, peer, backend, on_progress)
     except BaseException as failure:
         await undo_allocations(backend, handles, failure)
@@ -126,7 +126,7 @@ async def _run(
 async def _checked(operation: str, call: Callable[[], T]) -> T:
     """Passes over all tensors, of which a checkpoint may have 100,000, run off the event loop."""
     try:
-        return await off_loop(call)
+        return await off_loop("host", call)
     except OutOfRange as exc:
         exc.operation = operation
         raise
