@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.view import MasterView
+from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_settings import check_endpoint
 from tests.cluster.support import E1, HOST_A, device, free_port, result, until
@@ -264,3 +266,53 @@ def test_the_package_exports_what_users_need() -> None:
         cluster.Nothing  # noqa: B018
     code = "import sys, gpurt.cluster; sys.exit(any(m.startswith('gpurt.cluster.') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+async def test_a_closed_bus_leaves_no_callback_that_would_abort_the_process(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of zenoh that wants the GIL while the interpreter ends makes the C library abort: Ctrl-C gave -6."""
+    wrap, made = SessionCallbacks.wrap, dict[int, SessionCallbacks]()
+    ended: list[int] = []
+
+    def slowly(self: SessionCallbacks, call: Any, *, on_end: Any = None) -> Any:
+        made[id(self)] = self
+
+        def late() -> None:
+            if on_end is not None:
+                on_end()
+            time.sleep(0.1)  # on zenoh's thread
+            ended.append(1)
+
+        return wrap(self, call, on_end=late)
+
+    monkeypatch.setattr(SessionCallbacks, "wrap", slowly)
+
+    async def answer(payload: bytes) -> bytes:
+        return payload
+
+    hub, node = (ZenohEngine(cluster="test", endpoint=endpoint, listen=listen) for listen in (True, False))
+    await hub.start()
+    await node.start()
+    await hub.subscribe()
+    await node.join("n1", b"state", answer)
+    assert await hub.command("n1", b"ping") == b"ping"
+    await node.leave()
+    await node.close()
+    await hub.close()
+    assert [callbacks.wait(0) for callbacks in made.values()] == [True, True]
+    # The node's state and commands, its watch of the hub and its flush; the hub's events, tokens and question.
+    assert len(ended) == 7
+
+
+async def test_a_start_that_is_given_up_leaves_no_thread_inside_zenoh(endpoint: str) -> None:
+    node = ZenohEngine(cluster="test", endpoint=endpoint)
+    starting = asyncio.create_task(node.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("gpurt:zenoh")]
+    for thread in threads:
+        thread.join(0.2)
+    assert not any(thread.is_alive() for thread in threads)

@@ -18,6 +18,7 @@ from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
 from gpurt.cluster.zenoh_hub import watch_hub
 from gpurt.cluster.zenoh_node import ZenohNode
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
@@ -57,6 +58,7 @@ class ZenohEngine:
         self.settings = settings or ZenohSettings()
         self._zenoh: Any = None
         self._session: Any = None
+        self._callbacks: SessionCallbacks | None = None
         self._lane: Lane | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Future[None] | None = None
@@ -79,17 +81,19 @@ class ZenohEngine:
         self._loop = loop
         opening = self._opening = loop.create_future()
         lane = self._lane = Lane(f"gpurt:zenoh:{self._cluster}")
-        opened: list[Any] = []
+        opened: list[_Opened] = []
         try:
             await self._open(lane, opened)
-            self._session = opened[0]
+            self._session, self._callbacks = opened[0]
         except BaseException:
             # An open that is under way ends within its own timeout; the lane then closes what it gave. That may be
             # after the next start, so it is not this object's session.
             if self._lane is lane:
                 self._lane = None
-            lane.submit(_close_sessions, opened)
+            closing = asyncio.wrap_future(lane.submit(_close_sessions, opened))
             lane.stop()
+            # Not for its result: a process that ends while its thread is inside zenoh is aborted.
+            await asyncio.wait({closing}, timeout=self.settings.connect_timeout_s + END_TIMEOUT_S)
             raise
         finally:
             self._opening = None
@@ -103,11 +107,14 @@ class ZenohEngine:
             await asyncio.wait({self._opening})  # start() sees that it is closed, and undoes itself
             return
         session, self._session = self._session, None
+        callbacks, self._callbacks = self._callbacks, None
         for task in tuple(self._commands):
             task.cancel()
         for subscription in self._subscriptions:
             subscription.close()
-        closed = asyncio.wrap_future(lane.submit(_tear_down, session, self._node, tuple(self._subscriptions)))
+        closed = asyncio.wrap_future(
+            lane.submit(_tear_down, session, callbacks, self._node, tuple(self._subscriptions))
+        )
         lane.stop()
         self._node = None
         self._subscriptions.clear()
@@ -117,7 +124,7 @@ class ZenohEngine:
         except TimeoutError:
             _log.warning("the zenoh session did not close within %g s and is left behind", CLOSE_TIMEOUT_S)
 
-    async def _open(self, lane: Lane, opened: list[Any]) -> None:
+    async def _open(self, lane: Lane, opened: list[_Opened]) -> None:
         pause = self.settings.retry_first_s
         told = False
         while True:
@@ -139,7 +146,7 @@ class ZenohEngine:
                     _log.warning("connected to the hub at %s", self.endpoint)
                 return
 
-    def _open_session(self, opened: list[Any]) -> None:
+    def _open_session(self, opened: list[_Opened]) -> None:
         self._zenoh = zenoh = load_zenoh()
         config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings)
         try:
@@ -151,9 +158,10 @@ class ZenohEngine:
                 f"cannot listen on {self.endpoint}: {plain(exc)}",
                 hint="is another master running? choose another port",
             ) from exc
-        opened.append(session)
+        callbacks = SessionCallbacks(zenoh)
+        opened.append((session, callbacks))
         if not self.listen:
-            watch_hub(session, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session)
+            watch_hub(session, callbacks, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session)
 
     # A node
 
@@ -164,7 +172,7 @@ class ZenohEngine:
         if self._node is not None:
             raise ClusterError(f"already joined as node {self._node.node}")
         take = None if on_command is None else self._command_taker(on_command)
-        self._node = joined = ZenohNode(self._zenoh, self._cluster, node, state, take)
+        self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take)
         try:
             await self._call(joined.declare, self._session, self.settings)
         except BaseException:
@@ -197,7 +205,7 @@ class ZenohEngine:
         subscription = ZenohSubscription(self._loop, self.settings.inbox_events, self._unsubscribe)
         self._subscriptions.append(subscription)
         try:
-            await self._call(subscription.declare, self._zenoh, self._session, self._cluster)
+            await self._call(subscription.declare, self._zenoh, self._wrapper(), self._session, self._cluster)
         except BaseException:
             await self._unsubscribe(subscription)
             raise
@@ -229,7 +237,7 @@ class ZenohEngine:
     async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
         """Every reply, as (sample, None) or (None, error). The lane is not held while they come."""
         self._running()
-        loop, session = asyncio.get_running_loop(), self._session
+        loop, session, callbacks = asyncio.get_running_loop(), self._session, self._wrapper()
         done = loop.create_future()
         replies: list[tuple[Any, Any]] = []
 
@@ -246,7 +254,7 @@ class ZenohEngine:
             zenoh = self._zenoh
             session.get(
                 key,
-                zenoh.handlers.Callback(collect, finish),
+                callbacks.wrap(collect, on_end=finish),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.QueryConsolidation(zenoh.ConsolidationMode.NONE),
                 timeout=timeout,
@@ -312,6 +320,10 @@ class ZenohEngine:
             raise BusClosed("the bus is not started", hint="await engine.start()")
         return self._lane
 
+    def _wrapper(self) -> SessionCallbacks:
+        assert self._callbacks is not None
+        return self._callbacks
+
     def _joined(self) -> ZenohNode:
         self._running()
         if self._node is None:
@@ -334,12 +346,22 @@ class ZenohEngine:
             raise BusUnavailable(f"zenoh refused: {exc}") from exc
 
 
-def _close_sessions(sessions: list[Any]) -> None:
-    for session in sessions:
+_Opened = tuple[Any, SessionCallbacks]
+"""A session and its callbacks."""
+
+
+def _close_sessions(sessions: list[_Opened]) -> None:
+    for session, callbacks in sessions:
         session.close()
+        callbacks.wait()
 
 
-def _tear_down(session: Any, node: ZenohNode | None, subscriptions: tuple[ZenohSubscription, ...]) -> None:
+def _tear_down(
+    session: Any,
+    callbacks: SessionCallbacks | None,
+    node: ZenohNode | None,
+    subscriptions: tuple[ZenohSubscription, ...],
+) -> None:
     try:
         if node is not None:
             node.undeclare()
@@ -347,3 +369,5 @@ def _tear_down(session: Any, node: ZenohNode | None, subscriptions: tuple[ZenohS
             subscription.undeclare()
     finally:
         session.close()
+        if callbacks is not None and not callbacks.wait():
+            _log.warning("a callback of the zenoh session has not ended")

@@ -10,10 +10,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from gpurt.cluster.zenoh_callbacks import SessionCallbacks
+
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
 
-def watch_hub(session: Any, endpoint: str, opened: Any, in_use: Callable[[], bool]) -> None:
+def watch_hub(
+    session: Any, callbacks: SessionCallbacks, endpoint: str, opened: Any, in_use: Callable[[], bool]
+) -> None:
     """Watch until ``session`` is closed. A client has one connection, that to its hub.
 
     Args:
@@ -33,4 +37,4 @@ def watch_hub(session: Any, endpoint: str, opened: Any, in_use: Callable[[], boo
             _log.warning("the hub at %s went away; waiting until it is back", endpoint)
 
     # Without a handle to hold: in the background it lives as long as the session.
-    session.info.declare_transport_events_listener(changed)
+    session.info.declare_transport_events_listener(callbacks.wrap(changed))

@@ -13,6 +13,7 @@ from typing import Any, Final
 from gpurt.cluster.bus import MAX_COMMAND_BYTES
 from gpurt.cluster.envelope import CONTENT_TYPE
 from gpurt.cluster.keys import COMMAND, EVENTS, FLUSH, LEAVING, LIVE, STATE, node_key
+from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 from gpurt.cluster.zenoh_settings import ZenohSettings
 
 FLUSH_TIMEOUT_S: Final = 0.2
@@ -29,12 +30,19 @@ class ZenohNode:
     """
 
     def __init__(
-        self, zenoh: Any, cluster: str, node: str, state: bytes, on_command: Callable[[bytes, Any], bool] | None
+        self,
+        zenoh: Any,
+        callbacks: SessionCallbacks,
+        cluster: str,
+        node: str,
+        state: bytes,
+        on_command: Callable[[bytes, Any], bool] | None,
     ) -> None:
         self.node = node
         self.state = state
         """What the state queryable answers with; replaced as a whole, from any thread."""
         self._zenoh = zenoh
+        self._callbacks = callbacks
         self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, FLUSH, LEAVING, LIVE, STATE)}
         self._on_command = on_command
         self._publisher: Any = None
@@ -53,9 +61,10 @@ class ZenohNode:
                 sample_miss_detection=ext.MissDetectionConfig(heartbeat=settings.heartbeat_s, sporadic_heartbeat=None),
             )
             self._declared.append(self._publisher)
-            self._declared.append(session.declare_queryable(self._key[STATE], self._answer_state))
+            self._declared.append(session.declare_queryable(self._key[STATE], self._callbacks.wrap(self._answer_state)))
             if self._on_command is not None:
-                self._declared.append(session.declare_queryable(self._key[COMMAND], self._answer_command))
+                answer = self._callbacks.wrap(self._answer_command)
+                self._declared.append(session.declare_queryable(self._key[COMMAND], answer))
             self._declared.append(session.liveliness().declare_token(self._key[LIVE]))
         except BaseException:
             self.undeclare()
@@ -76,7 +85,7 @@ class ZenohNode:
         try:
             session.get(
                 self._key[FLUSH],
-                zenoh.handlers.Callback(ignore, answered.set),
+                self._callbacks.wrap(ignore, on_end=answered.set),
                 priority=zenoh.Priority.DATA,  # that of events: the same queue
                 congestion_control=zenoh.CongestionControl.BLOCK,
                 timeout=FLUSH_TIMEOUT_S,

@@ -12,6 +12,7 @@ from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.inbox import Inbox
 from gpurt.cluster.keys import ANY, EVENTS, LIVE, leaf_of, node_key, node_of
+from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
@@ -30,7 +31,7 @@ class ZenohSubscription(Inbox):
         self._declared: list[Any] = []
         self._leaving: set[str] = set()
 
-    def declare(self, zenoh: Any, session: Any, cluster: str) -> None:
+    def declare(self, zenoh: Any, callbacks: SessionCallbacks, session: Any, cluster: str) -> None:
         ext = zenoh.ext
         self._deleted = zenoh.SampleKind.DELETE
         # One old event per node, only so that the sequence numbers of the bus start there: without, the first
@@ -40,14 +41,16 @@ class ZenohSubscription(Inbox):
             ext.declare_advanced_subscriber(
                 session,
                 node_key(cluster, ANY, EVENTS),
-                self._on_event,
+                callbacks.wrap(self._on_event),
                 history=ext.HistoryConfig(max_samples=1),
                 recovery=ext.RecoveryConfig(heartbeat=True, periodic_queries=None),
             )
         )
         # One for both kinds of token: each subscriber has a thread, and between threads there is no order.
         self._declared.append(
-            session.liveliness().declare_subscriber(node_key(cluster, ANY, ANY), self._on_token, history=True)
+            session.liveliness().declare_subscriber(
+                node_key(cluster, ANY, ANY), callbacks.wrap(self._on_token), history=True
+            )
         )
 
     def undeclare(self) -> None:
