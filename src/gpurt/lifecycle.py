@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from gpurt.dispatch import Dispatcher
@@ -21,6 +21,7 @@ from gpurt.job import NOTHING, Job
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.memory.hostbuffer import HostPool
+from gpurt.turns import short_turns
 from gpurt.types import GPUDevice
 
 log = logging.getLogger("gpurt.lifecycle")
@@ -31,6 +32,13 @@ TAKEOVER_TIMEOUT_S: Final = 1.0
 
 class DriverLifecycle(GuardedBackend):
     """Adds ``initialize`` and ``shutdown``."""
+
+    _operator_limit: Callable[[GPUDevice], int | None] | None = None
+
+    def limit_memory(self, limit: Callable[[GPUDevice], int | None]) -> None:
+        """From the next ``initialize`` on, allow at most ``limit(device)`` bytes on each device, and no more than
+        ``memory_limit`` allows; None sets no limit."""
+        self._operator_limit = limit
 
     async def initialize(self) -> None:
         self._check_process()
@@ -96,14 +104,20 @@ class DriverLifecycle(GuardedBackend):
                 raise
             reason = ReasonCode.NO_LIBRARY if isinstance(exc, ImportError) else ReasonCode.ERROR
             raise BackendUnavailable(f"{type(exc).__name__}: {exc}", reason=reason, backend=self.name) from exc
-        limit = self._memory_limit
         self._devices = devices
         self._index = {device.device_id: index for index, device in enumerate(devices)}
         self._handles = HandleTable()
-        limits = {name: limit.get(name) if isinstance(limit, Mapping) else limit for name in self._index}
+        limits = {device.device_id: self._limit_of(device) for device in devices}
         self._allocator = Allocator(self.driver, self.ledger, limits, self._pool_bytes)
         self._host_pool = HostPool(self.driver, self._host_buffer_limit)
         self._open = self._driver_open = True
+
+    def _limit_of(self, device: GPUDevice) -> int | None:
+        own = self._memory_limit
+        limits = [own.get(device.device_id) if isinstance(own, Mapping) else own]
+        if self._operator_limit is not None:
+            limits.append(self._operator_limit(device))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     # Closing
 
@@ -193,8 +207,9 @@ class DriverLifecycle(GuardedBackend):
 def _open(driver: Driver) -> tuple[GPUDevice, ...]:
     """Control lane: open the library, refuse when it has nothing to offer."""
     # anyio loads its asyncio half on first use, which would stall the loop for 0.1 s in the middle of a cancellation.
-    importlib.import_module("anyio._backends._asyncio")
-    devices = tuple(driver.open())
+    with short_turns():
+        importlib.import_module("anyio._backends._asyncio")
+        devices = tuple(driver.open())
     if not devices:
         driver.close()
         raise BackendUnavailable("the library works and lists no device", reason=ReasonCode.NO_DEVICE)

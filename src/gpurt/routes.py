@@ -14,6 +14,7 @@ from gpurt.driver import Driver
 from gpurt.job import Job
 from gpurt.lane import Lane
 from gpurt.order import Queue
+from gpurt.turns import short_turns
 
 QueueName = Literal["control", "telemetry", "memory", "h2d", "d2h", "small", "peer", "sync"]
 """What a call is for. Each is a lane of its own where the driver allows it: both copy directions then run at once,
@@ -101,6 +102,7 @@ class Routes:
     def _attach(self, index: int, attached: set[int], call: Callable[[Job], Any], job: Job) -> Any:
         # Looked at again: several calls may have been submitted before the first of them ran.
         if index not in attached:
-            self._driver.attach(index)
+            with short_turns():
+                self._driver.attach(index)
             attached.add(index)
         return call(job)

@@ -363,6 +363,9 @@ class FakeLibcuda(SimpleNamespace):
         self.log = log
         self.init_status = init_status
 
+    def dlopen(self, name: bytes, mode: Any) -> int:
+        return 1
+
     def cuInit(self, flags: int) -> int:
         self.log.append("cuInit")
         return self.init_status

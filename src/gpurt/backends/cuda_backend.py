@@ -62,7 +62,8 @@ class CUDADriver(CuPyDriver):
         contexts: PrimaryContexts | None = None,
         tunings: TuningFile | None = None,
     ) -> None:
-        super().__init__(contexts or PrimaryContexts(), tunings)
+        self._cuda_contexts = contexts or PrimaryContexts()
+        super().__init__(self._cuda_contexts, tunings)
         self._environ = environ
         self._nvml: nvml.NvmlSession | None = None
         self._monitored: dict[int, str] = {}
@@ -135,7 +136,7 @@ class CUDADriver(CuPyDriver):
         failure: str | None = None
         try:
             address = normalize_pci_address(runtime.deviceGetPCIBusId(index))
-            properties = runtime.getDeviceProperties(index)
+            properties = self._cuda_contexts.properties(index) or runtime.getDeviceProperties(index)
         except runtime.CUDARuntimeError as exc:
             # One device's failure is that device's: the others keep their index.
             failure = str(exc)

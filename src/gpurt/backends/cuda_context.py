@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 import threading
 from typing import Any
+
+from gpurt.backends.cuda_properties import read_properties
 
 log = logging.getLogger("gpurt.cuda")
 
@@ -26,11 +29,16 @@ class PrimaryContexts:
 
     def prepare(self) -> None:
         try:
+            _load(self._library_name)
             library = ctypes.CDLL(self._library_name)
             if self._done(library.cuInit(0), "cuInit"):
                 self._library = library
         except (OSError, AttributeError) as exc:
             log.debug("no warm-up: %s", exc)
+
+    def properties(self, index: int) -> dict[str, Any] | None:
+        """Of the ``index``-th visible device (:mod:`gpurt.backends.cuda_properties`); None: ask CuPy."""
+        return None if self._library is None else read_properties(self._library, index)
 
     def retain(self, index: int) -> None:
         """Make the context of CUDA device ``index`` and keep it; instant from the second time on."""
@@ -59,3 +67,12 @@ class PrimaryContexts:
         if status:
             log.debug("%s answered %d", call, status)
         return status == 0
+
+
+def _load(name: str) -> None:
+    """Load a shared library. ``ctypes.CDLL`` would, too, but holds the GIL, for 50 to 80 ms with CUDA's driver; a
+    call of the system's own function does not, and ``CDLL`` then finds the library loaded."""
+    if sys.platform == "win32":
+        ctypes.windll.kernel32.LoadLibraryW(ctypes.c_wchar_p(name))
+    else:
+        ctypes.CDLL(None).dlopen(name.encode(), ctypes.c_int(os.RTLD_NOW))
