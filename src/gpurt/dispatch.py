@@ -26,6 +26,8 @@ from gpurt.routes import CONTROL, QueueName, Routes
 log = logging.getLogger("gpurt.dispatch")
 
 _WATCH_FLOOR_S: Final = 0.005  # the hang clock is not looked at more often than this
+_FLUSH_S: Final = 0.05
+"""The most that a result waits which its lane keeps back when the lane's next call hangs."""
 
 
 class Dispatcher:
@@ -229,11 +231,13 @@ class Dispatcher:
             future.set_result(None)
 
     def _arm(self, delay: float) -> None:
-        self._watch = self.loop.call_later(max(delay, _WATCH_FLOOR_S), self._look)
+        self._watch = self.loop.call_later(min(max(delay, _WATCH_FLOOR_S), _FLUSH_S), self._look)
 
     def _look(self) -> None:
         """The hang clock. Ticks only while something is outstanding."""
         self._watch = None
+        for queue in self._routes:
+            queue.lane.flush()
         hung = self._hung_now()
         changed = hung ^ self._hung
         self._hung = hung
@@ -280,6 +284,8 @@ class Dispatcher:
     def stop(self) -> None:
         """Stop every lane; nothing is sent any more. Calls still inside the driver are left to themselves."""
         self._order.close()
+        for queue in self._routes:
+            queue.lane.flush()
         name = self._driver.name
         for job in self._order.outstanding():
             self._wake(job, lambda: BackendClosed("shut down while this call was under way", backend=name))

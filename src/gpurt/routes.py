@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from gpurt.driver import Driver
 from gpurt.job import Job
-from gpurt.lane import Lane
+from gpurt.lane import HOLD_S, Lane
 from gpurt.order import Queue
 from gpurt.turns import short_turns
 
@@ -95,6 +95,7 @@ class Routes:
             on_done=self._on_done,
             on_stop=lambda: self.detach(queue),
             clock=self._clock,
+            hold_s=HOLD_S if key[1] == "small" else 0.0,
         )
         queue = Queue(lane, self._max_pending)
         return queue

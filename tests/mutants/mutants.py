@@ -101,6 +101,20 @@ MUTANTS = [
         "waits or order or storm",
     ),
     Mutant(
+        "keep a finished result back while the next call hangs",
+        "dispatch.py",
+        "        self._watch = None\n        for queue in self._routes:\n            queue.lane.flush()\n",
+        "        self._watch = None\n",
+        "finished_copies_are_told",
+    ),
+    Mutant(
+        "keep a finished result back for ever at shutdown",
+        "dispatch.py",
+        "        self._order.close()\n        for queue in self._routes:\n            queue.lane.flush()\n",
+        "        self._order.close()\n",
+        "finished_copies_are_told",
+    ),
+    Mutant(
         "new calls on a hung device wait",
         "dispatch.py",
         "        if self._hung and index in self._hung_now():",

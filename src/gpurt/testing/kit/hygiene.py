@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import DeviceUnresponsive
+from gpurt.errors import BackendClosed, DeviceUnresponsive
 from gpurt.testing.kit.base import ConformanceBase, assert_nothing_live, filled
 from gpurt.testing.kit.probe import DriverProbe
 from gpurt.testing.loops import PATIENCE, Ticker, turns, until
@@ -115,6 +115,34 @@ class HangTests(ConformanceBase):
         # The queued read was failed, so it must not have run.
         assert hold.counts["read"] == 1
         await assert_nothing_live(impatient, hold)
+
+    @pytest.mark.parametrize("end", ["hang", "shutdown"])
+    async def test_finished_copies_are_told_although_the_next_one_hangs(
+        self, impatient: DriverBackend, device_id: str, hold: DriverProbe, end: str
+    ) -> None:
+        handles = [await impatient.allocate(device_id, 64) for _ in range(3)]
+        busy, stuck = hold.hold("write"), hold.hold("read")
+        finished = [asyncio.create_task(impatient.copy_to_device(bytes(64), handles[0]))]
+        await busy.entered()
+        finished.append(asyncio.create_task(impatient.copy_to_device(bytes(64), handles[1])))
+        hung = asyncio.create_task(impatient.copy_from_device(handles[2]))
+        await turns(3)
+        busy.release()
+        await stuck.entered()
+        if end == "shutdown":
+            # Sooner than the hang clock looks, which would tell them, too.
+            with pytest.warns(ResourceWarning):
+                await impatient.shutdown(timeout=0.001)
+        await asyncio.wait(finished, timeout=PATIENCE)
+        assert all(copy.done() for copy in finished), "nobody told the callers of finished copies"
+        for copy in finished:
+            copy.result()
+        with pytest.raises((DeviceUnresponsive, BackendClosed)):
+            await hung
+        hold.release()
+        if end == "hang":
+            for handle in handles:
+                await impatient.deallocate(handle)
 
     async def test_other_devices_go_on(
         self, device_id: str, second_device_id: str, impatient: DriverBackend, hold: DriverProbe
