@@ -167,10 +167,11 @@ class GPUBackend(ABC):
         """Fill ``dst`` (any writable C-contiguous buffer) from ``offset_bytes`` of an allocation; returns bytes.
 
         The only call that a cancellation does not return from at once: it waits until the driver has let go of
-        ``dst`` (at most one chunk).
+        ``dst`` (at most one chunk), or hangs: then ``dst`` is the driver's until it returns, and stays exported.
 
         Raises:
-            OutOfRange: read-only or non-contiguous ``dst``, or not inside the allocation. TransferFailed.
+            OutOfRange: ``dst`` is read-only, not contiguous or of Python objects, or the range is not inside the
+                allocation. TransferFailed. DeviceUnresponsive: the driver hangs, ``dst`` may still be written to.
         """
         view = byte_view(dst, writable=True)
         view[:] = await self.copy_from_device(src_handle, offset_bytes, view.nbytes)
@@ -252,7 +253,7 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
     """``buffer`` as a flat ``memoryview`` of unsigned bytes, without a copy.
 
     Raises:
-        OutOfRange: not a buffer, not C-contiguous, or read-only although ``writable`` is asked for.
+        OutOfRange: not a buffer, not C-contiguous, of Python objects, or read-only although ``writable`` is asked for.
     """
     try:
         view = memoryview(buffer)
@@ -268,9 +269,22 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
         # cast() refuses views with a zero in their shape.
         view.release()
         return memoryview(bytearray() if writable else b"")
+    if "O" in view.format and _holds_objects(view.format):
+        view.release()
+        # Their bytes are addresses in this process: nonsense on a device, and a crash when read back.
+        raise OutOfRange(
+            "the buffer holds Python objects, not data", hint="convert it to an array of numbers, or pickle it"
+        )
     try:
         return view.cast("B")
     except ValueError:  # elements of a format that struct knows and cast() does not: ctypes arrays, structured dtypes
         from pickle import PickleBuffer  # costs 8 ms, and nearly nobody needs it
 
         return PickleBuffer(view).raw()
+
+
+def _holds_objects(buffer_format: str) -> bool:
+    """Whether a format of PEP 3118 has an ``O`` that is not in the name of a field."""
+    import re
+
+    return "O" in re.sub(r":[^:]*:", "", buffer_format)

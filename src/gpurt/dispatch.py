@@ -119,7 +119,7 @@ class Dispatcher:
         Args:
             droppable: a cancelled job that has not started is dropped; otherwise it runs all the same.
             wait_out: a cancelled job that has started is waited for before the cancellation goes on, because
-                it writes into memory that belongs to the caller.
+                it writes into memory that belongs to the caller; but not longer than its device responds.
 
         Raises:
             DeviceUnresponsive, DeviceLost: the device failed meanwhile; the job is then dropped or detached.
@@ -132,9 +132,10 @@ class Dispatcher:
             await self._leave(job, droppable=droppable, wait_out=wait_out and not isinstance(exc, GeneratorExit))
             raise
         if not job.finished:
-            assert job.interruption is not None
+            interruption = job.interruption
+            assert interruption is not None
             await self._leave(job, droppable=droppable, wait_out=wait_out)
-            raise job.interruption
+            raise interruption
 
     async def _leave(self, job: Job, *, droppable: bool, wait_out: bool) -> None:
         if not droppable:
@@ -147,10 +148,13 @@ class Dispatcher:
             await self._settled(job)
 
     async def _settled(self, job: Job) -> None:
-        """Wait until the driver has let go of the job, whatever is cancelled meanwhile, in either dialect."""
+        """Wait until the driver has let go of the job, whatever is cancelled meanwhile, in either dialect.
+
+        Not for one that hangs, or is left behind: nobody could say for how long. The job holds the caller's buffer.
+        """
         # anyio cancels again on every turn of the loop unless shielded; asyncio cancels once per request.
         with anyio.CancelScope(shield=True):
-            while not job.finished:
+            while not job.finished and not isinstance(job.interruption, (DeviceUnresponsive, BackendClosed)):
                 job.future = self.loop.create_future()
                 try:
                     await asyncio.wait({job.future})

@@ -52,14 +52,15 @@ class GuardedBackend(GPUBackend):
     ) -> None:
         if not hang_after > 0:
             raise ValueError(f"hang_after must be positive seconds, not {hang_after!r}")
-        if max_pending < 1:
-            raise ValueError(f"max_pending must be at least 1, not {max_pending!r}")
         limits = memory_limit.values() if isinstance(memory_limit, Mapping) else (memory_limit,)
-        if any(limit is not None and not limit >= 0 for limit in limits):
-            raise ValueError(f"memory_limit must not be negative: {memory_limit!r}")
-        for what, value in (("pool_bytes", pool_bytes), ("host_buffer_limit", host_buffer_limit)):
-            if value is not None and not value >= 0:
-                raise ValueError(f"{what} must not be negative: {value!r}")
+        for what, value, least in (
+            ("max_pending", max_pending, 1),
+            *(("memory_limit", limit, 0) for limit in limits),
+            ("pool_bytes", pool_bytes, 0),
+            ("host_buffer_limit", host_buffer_limit, 0),
+        ):
+            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < least):
+                raise ValueError(f"{what} must be a whole number, at least {least}, not {value!r}")
         self.driver = driver
         self.ledger = Ledger()
         self.state_listeners: list[Callable[[GPUDevice], None]] = []

@@ -208,3 +208,25 @@ def test_package_is_typed() -> None:
     from importlib.resources import files
 
     assert files(gpurt).joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.array([None, 1], dtype=object),
+        np.zeros(2, dtype=[("i", "i8"), ("o", object)]),
+        np.zeros(2, dtype=[("x", [("deep", object)]), ("i", "i8")]),
+        (ctypes.py_object * 2)(None, None),
+    ],
+    ids=["array", "field", "nested field", "ctypes"],
+)
+def test_byte_view_refuses_addresses_of_objects(buffer: object) -> None:
+    with pytest.raises(OutOfRange, match="Python objects"):
+        byte_view(buffer)
+    with pytest.raises(OutOfRange, match="Python objects"):
+        byte_view(buffer, writable=True)
+
+
+def test_byte_view_takes_fields_with_an_o_in_their_name() -> None:
+    records = np.array([(1, 2.0)], dtype=[("O", "<i4"), ("xOx", "<f8")])
+    assert bytes(byte_view(records)) == records.tobytes()
