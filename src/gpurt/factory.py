@@ -18,6 +18,7 @@ from gpurt.aggregates import get_peak_flops, get_total_gpu_memory
 from gpurt.attempt import Attempt, attempt, close, message_of, reason_of
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendUnavailable, ReasonCode
+from gpurt.limits import MemoryLimit, limit_memory, memory_limit
 from gpurt.platforms import Platform, current_platform
 from gpurt.settings import SelectionSettings, canonical_name
 from gpurt.types import BackendReport, GPUDevice
@@ -78,7 +79,7 @@ class GPUBackendFactory:
             candidates: automatic choice among these, in this order, instead of the platform's list and plug-ins.
             fallback: whether ``cpu`` may be what automatic choice ends at; None asks ``GPURT_FALLBACK``. True
                 together with a name means: ``cpu`` when that backend is unavailable, with a warning in the log.
-            environ: stands in for ``os.environ``.
+            environ: stands in for ``os.environ``. ``GPURT_MEMORY_LIMIT`` limits what may be allocated on each device.
             deadline: seconds for each backend; one that hangs is left behind and the next is tried.
 
         Cancelling closes what was opened.
@@ -92,7 +93,7 @@ class GPUBackendFactory:
             raise ValueError(f"deadline must be positive seconds or None, not {deadline!r}")
         env = os.environ if environ is None else environ
         settings = SelectionSettings.from_environ(env)
-        search = _Search(cls, settings, deadline)
+        search = _Search(cls, settings, deadline, memory_limit(env))
         chosen, source = cls._forced(name, settings)
         try:
             if chosen is not None:
@@ -177,7 +178,7 @@ class GPUBackendFactory:
         One physical device appears under each backend that shows it; discovery merges them.
         """
         env = os.environ if environ is None else environ
-        search = _Search(cls, SelectionSettings.from_environ(env), deadline)
+        search = _Search(cls, SelectionSettings.from_environ(env), deadline, memory_limit(env))
         info: dict[str, list[GPUDevice]] = {}
         try:
             before, after = _around_plugins(PLATFORM_BACKEND_PRIORITY[current_platform(environ=env)])
@@ -205,12 +206,19 @@ class GPUBackendFactory:
 class _Search:
     """Attempts in order, and what came of them."""
 
-    def __init__(self, factory: type[GPUBackendFactory], settings: SelectionSettings, deadline: float | None) -> None:
+    def __init__(
+        self,
+        factory: type[GPUBackendFactory],
+        settings: SelectionSettings,
+        deadline: float | None,
+        limit: MemoryLimit | None,
+    ) -> None:
         self.reports: list[BackendReport] = []
         self.failures: list[Exception] = []
         self._factory = factory
         self._plugins = settings.plugins
         self._deadline = deadline
+        self._memory_limit = limit
 
     async def automatic(self, platform: Platform, allow_cpu: bool) -> GPUBackend | None:
         before, after = _around_plugins(PLATFORM_BACKEND_PRIORITY[platform])
@@ -248,7 +256,9 @@ class _Search:
 
     async def _create(self, name: str) -> GPUBackend:
         plugins.third_party_enabled.set(self._plugins)  # for this attempt's task, which ends with it
-        return await self._factory._create_specific_backend(name)  # pyright: ignore[reportPrivateUsage]
+        backend = await self._factory._create_specific_backend(name)  # pyright: ignore[reportPrivateUsage]
+        limit_memory(backend, self._memory_limit)
+        return backend
 
 
 def _around_plugins(listed: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -196,9 +196,8 @@ def with_usable_memory(
         figures: default: the record's own total, free memory and ``unified_memory``.
     """
     if figures is None:
-        figures = Figures(device.memory_bytes, device.memory_available, device.unified_memory)
-    if device.kind is DeviceKind.CPU:
-        figures = Figures(device.memory_bytes, device.memory_available, unified=host is not None)
+        unified = device.unified_memory or (device.kind is DeviceKind.CPU and host is not None)
+        figures = Figures(device.memory_bytes, device.memory_available, unified)
     usable = usable_memory(
         figures,
         host=host,

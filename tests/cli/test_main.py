@@ -70,7 +70,7 @@ def test_only_the_chosen_command_is_imported(command: types.ModuleType, capsys: 
     loaded = done.stdout.split()
     assert "discover" in loaded
     assert "gpurt.cli.main" in loaded
-    assert not {"gpurt.discover", "gpurt.cli.bench", "pydantic", "asyncio", "rich", "numpy"} & set(loaded)
+    assert not {"gpurt.cli.discover_command", "gpurt.cli.bench", "pydantic", "asyncio", "rich", "numpy"} & set(loaded)
 
 
 @pytest.mark.parametrize("program", [["-m", "gpurt"], ["-c", "from gpurt.cli.main import main; main()"]])

@@ -12,7 +12,7 @@ from gpurt.discovery.reasons import remedy
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
 from gpurt.sources.pci import has_pci_vendor
-from gpurt.types import DeviceState, GPUDevice
+from gpurt.types import DeviceKind, DeviceState, GPUDevice
 from tests.discovery.records import UUIDS, device
 
 CVD = "CUDA_VISIBLE_DEVICES"
@@ -105,6 +105,66 @@ def test_without_cuda_a_number_is_not_guessed_to_be_a_card() -> None:
     sorted_by_bus = {CVD: "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert answer(sorted_by_bus, sighted=cards, failure=NO_CUPY).hidden == {UUIDS[1]}
     assert answer({CVD: UUIDS[1][:12]}, sighted=cards, failure=NO_CUPY).hidden == {UUIDS[0]}
+
+
+def test_a_lost_card_is_not_called_hidden_because_cuda_does_not_show_it() -> None:
+    lost = seen(1, state=DeviceState.LOST, state_reason="GPU is lost")
+    given = answer({CVD: "0,1"}, sighted=(seen(0), lost), verified=(device(0),))
+    assert given.hidden == frozenset()
+    assert [d.state_reason for d in given.devices] == [None, "GPU is lost"]
+
+
+def test_what_cuda_leaves_out_by_numbers_that_nobody_else_can_read() -> None:
+    cards = (seen(0, name="GTX 1660"), seen(1, name="RTX 3090"))
+    given = answer({CVD: "0"}, sighted=cards, verified=(device(1, name="RTX 3090", device_id="cuda:0"),))
+    assert given.hidden == {UUIDS[0]}
+
+
+def test_one_process_has_one_partition_and_nothing_else() -> None:
+    part = seen(0).identity
+    assert part is not None
+    parts = tuple(
+        seen(0, device_id=f"nvml:0/{n}", identity=part.model_copy(update={"uuid": f"MIG-{n}", "partition": f"{n}/0",
+                                                                       "key": f"MIG-{n}"}))
+        for n in (1, 2)
+    )  # fmt: skip
+    mine = device(0, identity=parts[0].identity)
+    given = answer(sighted=parts, verified=(mine,))
+    assert given.report.status == "ok"
+    assert "one MIG device" in given.report.message
+    assert (given.devices[1].state_reason or "").startswith("another process can use it")
+
+
+def vulkan(environ: dict[str, str], **outcome: Any) -> BackendAnswer:
+    return assemble("vulkan", ProbeOutcome(**outcome), environ=environ, platform="linux")
+
+
+def test_a_driver_that_knows_no_variables_shows_no_hidden_card_as_usable() -> None:
+    cards = tuple(seen(n, backend="vulkan", backend_name="vulkan/NVIDIA", device_id=f"vulkan:{n}") for n in (0, 1))
+    shown = tuple(device(n, backend="vulkan") for n in (0, 1))
+    given = vulkan({CVD: UUIDS[1]}, sighted=cards, verified=shown)
+    assert given.hidden == {UUIDS[0]}
+    assert [d.usable for d in given.devices] == [False, True]
+    assert (given.devices[0].state_reason or "").startswith(f"hidden_by_environment: {CVD}")
+    assert given.report.message == "1 device"
+    assert vulkan({CVD: ""}, sighted=cards, verified=shown).report.reason is ReasonCode.HIDDEN_BY_ENVIRONMENT
+
+
+def test_a_device_without_identity_is_joined_by_its_number() -> None:
+    pipe = {"backend": "vulkan", "known": "none", "name": "llvmpipe", "device_id": "vulkan:0"}
+    given = vulkan(
+        {},
+        sighted=(device(0, **pipe, kind=DeviceKind.SOFTWARE, usable=False),),
+        verified=(device(0, **pipe, kind=DeviceKind.SOFTWARE),),
+    )
+    assert [d.device_id for d in given.devices] == ["vulkan:0"]
+    assert given.report.reason is ReasonCode.NO_DEVICE
+    assert "software adapters alone: llvmpipe" in given.report.message
+
+
+def test_a_note_of_the_source_reaches_people() -> None:
+    given = answer(sighted=(seen(0),), note="nvml:0: rows were replaced", verified=(device(0),))
+    assert given.report.message == "1 device; nvml:0: rows were replaced"
 
 
 def test_a_value_that_hides_by_mistake_is_explained() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpurt.discover import _exit_code, main
+from gpurt.cli.discover_command import _exit_code, main
 from gpurt.discovery.events import diff
 from gpurt.discovery.report import describe
 from gpurt.types import DeviceKind, DeviceState

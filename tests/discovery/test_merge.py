@@ -141,6 +141,27 @@ def test_the_usable_record_is_the_face_of_the_device() -> None:
     assert merged.backends == ("vulkan", "cuda")
 
 
+def test_a_broken_card_is_broken_whatever_interface_shows_it() -> None:
+    lost = device(0, usable=False, backend_name="nvml", state=DeviceState.LOST, state_reason="fallen off the bus")
+    (merged,) = merge([[lost], [device(0, backend="vulkan")]], priority=PRIORITY)
+    assert (merged.usable, merged.state, merged.state_reason) == (False, DeviceState.LOST, "fallen off the bus")
+
+
+def test_the_vendors_name_is_the_devices_and_the_address_is_anybodys() -> None:
+    for order in (PRIORITY, PRIORITY[::-1]):
+        (merged,) = merge([[device(0, known="uuid")], [device(0, backend="vulkan")]], priority=order)
+        assert merged.identity is not None
+        assert (merged.stable_id, merged.identity.pci_address) == (UUIDS[0], PCIS[0])
+        (merged,) = merge([[device(0)], [device(0, backend="opencl", known="pci")]], priority=order)
+        assert merged.stable_id == UUIDS[0]
+
+
+def test_a_later_source_knows_what_kind_of_device_it_is() -> None:
+    unknown = device(0, kind=DeviceKind.UNKNOWN)
+    (merged,) = merge([[unknown], [device(0, backend="vulkan", kind=DeviceKind.INTEGRATED_GPU)]], priority=PRIORITY)
+    assert (merged.device_id, merged.kind) == ("cuda:0", DeviceKind.INTEGRATED_GPU)
+
+
 def test_a_hidden_card_is_hidden_in_every_backend() -> None:
     seen = device(0, usable=False, backend_name="nvml", device_id="nvml:0", state_reason="hidden_by_environment: x")
     (merged,) = merge([[seen], [device(0, backend="vulkan")]], priority=PRIORITY, hidden={UUIDS[0]})

@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpurt.discovery.probe import MAX_ANSWER_BYTES, ChildProber, kill_tree
+from gpurt.discovery.probe import ChildProber
 from gpurt.discovery.probe_child import ENV_TOKEN
+from gpurt.discovery.probe_process import kill_tree
 from gpurt.discovery.singleflight import SingleFlight
-from gpurt.discovery.wire import ProbeOutcome
+from gpurt.discovery.wire import MAX_ANSWER_BYTES, ProbeOutcome
 from gpurt.errors import BackendClosed, ReasonCode
 from tests.discovery.records import device
 
@@ -261,12 +262,12 @@ async def test_a_program_that_cannot_start_is_reported() -> None:
     assert outcome.failure.reason is ReasonCode.ERROR
 
 
-async def test_a_child_that_cannot_be_killed_is_not_waited_for_and_not_doubled(
+async def test_hng_1_a_child_that_cannot_be_killed_is_not_waited_for_and_not_doubled(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What uninterruptible sleep looks like from outside: SIGKILL has no effect, and the process stays.
     stays = True
-    monkeypatch.setattr("gpurt.discovery.probe._is_alive", lambda pid: stays)
+    monkeypatch.setattr("gpurt.discovery.probe.is_alive", lambda pid: stays)
     scripted = children.prober("signal.pause()")
     prober = ChildProber(command=scripted._command, kill=lambda pid: None)
     started = time.monotonic()

@@ -214,7 +214,7 @@ def whole(file: RegistryFile) -> int:
     return loaded.epoch
 
 
-def test_two_processes_and_a_reader_see_whole_versions(file: RegistryFile) -> None:
+def test_reg_2_two_processes_and_a_reader_see_whole_versions(file: RegistryFile) -> None:
     writers = [writer(file, who, 200) for who in ("left", "right")]
     while any(process.poll() is None for process in writers):
         if file.path.exists():

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from gpurt.discovery.conversation import Sighted
 from gpurt.discovery.events import DeviceEvent, EventType
-from gpurt.discovery.probe import Sighted
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService

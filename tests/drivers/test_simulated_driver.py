@@ -267,6 +267,15 @@ def test_removed_device_is_lost_now_and_gone_at_the_next_open() -> None:
     assert [device.stable_id[-1] for device in driver.open()] == ["0", "2", "3"]
 
 
+def test_a_device_is_removed_by_its_key_while_the_driver_is_closed() -> None:
+    driver, _ = opened("h100x3")
+    driver.close()
+    driver.remove("sim:0:h100:1")
+    with pytest.raises(LookupError, match="sim:0:h100:1"):
+        driver.remove("sim:0:h100:1")
+    assert [device.stable_id[-1] for device in driver.open()] == ["0", "2"]
+
+
 # As a backend
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpurt.errors import DeviceLost
-from gpurt.health import Transition
+from gpurt.health import HealthMonitor, HealthPolicy, Transition
 from gpurt.telemetry import Alert, AlertRule, GPUMonitoringService
 from gpurt.telemetry.history import window_stats
 from gpurt.types import DeviceState
@@ -163,3 +163,26 @@ def test_impossible_rules_are_refused(options: dict[str, Any], said: str) -> Non
         AlertRule("x", **options)
     with pytest.raises(ValueError, match="different names"):
         GPUMonitoringService({}, rules=[HOT, HOT])
+
+
+async def test_a_monitor_may_be_shared_and_brings_its_own_policy() -> None:
+    shared = HealthMonitor()
+    told: list[Transition] = []
+    service = GPUMonitoringService({}, health=shared, on_health=told.append)
+    service.xid(79, "gpu:0")
+    assert [transition.state for transition in told] == [DeviceState.LOST]
+    assert shared.verdict("gpu:0").state is DeviceState.LOST
+    for options in ({"policy": HealthPolicy()}, {"thermal_threshold": 80.0}):
+        with pytest.raises(ValueError, match="own policy"):
+            GPUMonitoringService({}, health=shared, **options)
+
+
+async def test_devices_come_and_go() -> None:
+    service = GPUMonitoringService({})
+    service.add("gpu:1", Device())
+    await service.collector.poll()
+    assert service.collector.latest("gpu:1") is not None
+    service.xid(48, "gpu:1")
+    service.remove("gpu:1")
+    assert service.collector.device_ids == ()
+    assert not service.usable("gpu:1")

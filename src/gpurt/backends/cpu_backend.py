@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +31,8 @@ class CPUDriver(Driver):
         memory_limit: bytes per device, or None.
         devices: how many devices the host is split into, each with an equal share.
         root: where ``/proc``, ``/sys`` and ``/etc`` are read from.
+        taken: bytes of a device, by index, that count against ``memory_limit`` where somebody else keeps to it; None:
+            the driver itself does, by the blocks that it has given out.
     """
 
     name: ClassVar[str] = "cpu"
@@ -50,10 +52,17 @@ class CPUDriver(Driver):
     inline_copy_bytes = 64 << 10
     """1.5 µs from cache, about 10 µs from memory. Such copies keep the GIL, whose hand-over costs more than they do."""
 
-    def __init__(self, *, memory_limit: int | None = None, devices: int = 1, root: Path = Path("/")) -> None:
+    def __init__(
+        self,
+        *,
+        memory_limit: int | None = None,
+        devices: int = 1,
+        root: Path = Path("/"),
+        taken: Callable[[int], int] | None = None,
+    ) -> None:
         if devices < 1 or (memory_limit is not None and memory_limit < 0):
             raise ValueError(f"devices must be positive and memory_limit not negative: {devices}, {memory_limit}")
-        self._limit, self._count, self._root = memory_limit, devices, root
+        self._limit, self._count, self._root, self._taken = memory_limit, devices, root, taken
         self._lock = threading.Lock()
         self._live = [0] * devices
         self._idle_rss = 0
@@ -105,9 +114,9 @@ class CPUDriver(Driver):
 
         with self._lock:
             # Checked here because Linux would grant more than there is, and kill the process once it is touched.
-            free = self._share() - self._live[index]
+            free = self._free(index)
             if nbytes > free:
-                free = self._share(fresh=True) - self._live[index]
+                free = self._free(index, fresh=True)
             if nbytes > free:
                 raise MemoryError(
                     f"{nbytes:,} bytes asked for on {self.name}:{index}, {max(0, free):,} free for this process; "
@@ -151,7 +160,9 @@ class CPUDriver(Driver):
     def telemetry(self, index: int) -> Telemetry:
         with self._lock:
             total = host.memory_budget(self._root, self._limit and self._limit * self._count).total_bytes // self._count
-            free = min(total, max(0, self._share(fresh=True) - self._live[index]))
+            free = min(total, max(0, self._free(index, fresh=True)))
+        if self._limit is not None and self._taken is not None:
+            free = min(free, max(0, self._limit - self._taken(index)))
         clock, temperature = host.cpu_clock_mhz(), host.cpu_temperature_c()
         missing = {"memory_reserved_bytes", "power_w", "utilization_percent"}
         missing |= {name for name, value in (("clock_mhz", clock), ("temperature_c", temperature)) if value is None}
@@ -173,6 +184,13 @@ class CPUDriver(Driver):
         with self._lock:
             self._live[index] -= nbytes
 
+    def _free(self, index: int, *, fresh: bool = False) -> int:
+        """Bytes that one more allocation may take; below 0 when there are fewer than before. Under the lock."""
+        share = self._share(fresh=fresh)
+        if self._limit is not None and self._taken is None:
+            share = min(share, self._limit)
+        return share - self._live[index]
+
     def _share(self, *, fresh: bool = False) -> int:
         """Bytes that one device's live allocations may come to at most, as of at most 0.1 s ago. Under the lock."""
         now = time.monotonic()
@@ -182,16 +200,20 @@ class CPUDriver(Driver):
             touched = min(max(0, host.resident_bytes() - self._idle_rss), sum(self._live))
             self._measured = min(memory.total_bytes, memory.available_bytes + touched) // self._count
             self._measured_at = now
-        return self._measured if self._limit is None else min(self._measured, self._limit)
+        return self._measured
 
 
 class CPUBackend(DriverBackend):
     """:class:`CPUDriver` as a backend. ``options`` are those of :class:`gpurt.shell.DriverBackend`."""
 
     def __init__(self, *, memory_limit: int | None = None, devices: int = 1, **options: Any) -> None:
-        # Both know the limit: the shell counts what is still on its way, the driver reports what is free under it.
-        driver = CPUDriver(memory_limit=memory_limit, devices=devices)
+        # Both know the limit, but the shell alone keeps to it. It counts what was asked for and what is still on its
+        # way; a driver sees blocks, which are up to an eighth larger, and would refuse the end of the limit.
+        driver = CPUDriver(memory_limit=memory_limit, devices=devices, taken=self._taken)
         super().__init__(driver, memory_limit=memory_limit, **options)
+
+    def _taken(self, index: int) -> int:
+        return self.ledger.usage(self._devices[index].device_id).committed_bytes
 
 
 def create() -> GPUBackend:

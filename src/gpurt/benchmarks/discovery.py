@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from gpurt.benchmarks.measurement import Measurement
 
 TARGET_S = 1.0
 GAP_TARGET_MS = 50.0
+REMEMBERED_TARGET_MS = 50.0
 
 
 async def measure(*, quick: bool) -> list[Measurement]:
@@ -49,6 +51,7 @@ async def measure(*, quick: bool) -> list[Measurement]:
     if nvidia_smi is not None:
         contenders["nvidia-smi"] = partial(seconds, partial(child, nvidia_smi, "-L"))
     figures = await medians(rounds, contenders)
+    remembered, read = await _remembered(rounds=5 * rounds)
     return [
         Measurement(
             "discovery",
@@ -62,4 +65,37 @@ async def measure(*, quick: bool) -> list[Measurement]:
             target=TARGET_S,
         ),
         Measurement("discovery", "longest gap of the loop meanwhile", "ms", max(gaps), target=GAP_TARGET_MS),
+        Measurement(
+            "discovery",
+            "answer from the registry",
+            "ms",
+            remembered,
+            ceiling=read,
+            ceiling_name="read and parse of the file",
+            target=REMEMBERED_TARGET_MS,
+        ),
     ]
+
+
+async def _remembered(*, rounds: int) -> tuple[float, float]:
+    """Milliseconds of a new service until it has what the registry remembers of this host, and of the file alone."""
+    from gpurt.discovery.service import GPUDiscoveryService
+
+    loop = asyncio.get_running_loop()
+    directory = await loop.run_in_executor(None, tempfile.mkdtemp)
+    path = Path(directory) / "registry.json"
+    try:
+        async with GPUDiscoveryService(path) as service:
+            await service.discover_all_devices()
+
+        async def ours() -> None:
+            if await GPUDiscoveryService(path).cached() is None:
+                raise RuntimeError("the registry remembers nothing of the look-up before")
+
+        async def file() -> None:
+            await loop.run_in_executor(None, lambda: json.loads(path.read_bytes()))
+
+        figures = await medians(rounds, {"ours": partial(seconds, ours), "file": partial(seconds, file)})
+    finally:
+        await loop.run_in_executor(None, shutil.rmtree, directory)
+    return figures["ours"] * 1e3, figures["file"] * 1e3

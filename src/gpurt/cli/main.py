@@ -26,7 +26,7 @@ from typing import Final
 from gpurt.errors import GPUError
 
 COMMANDS: Final = {
-    "discover": ("gpurt.discover", "list the accelerators of this machine, and say why one is missing"),
+    "discover": ("gpurt.cli.discover_command", "list the accelerators of this machine, and say why one is missing"),
     "worker": ("gpurt.cli.worker", "run a worker node: publish this machine's devices to a master"),
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
     "demo": ("gpurt.cli.demo", "a master and two workers on this machine, for a few seconds"),

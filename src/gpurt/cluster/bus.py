@@ -1,7 +1,7 @@
 """EventEngine: the contract of a bus between nodes and those who watch them.
 
-One engine object is one participant: a node (``join``, ``publish``, ``set_state``, ``leave``), an observer
-(``subscribe``, ``snapshot``, ``command``), or both.
+One engine object is one participant: a node (``join``, ``publish``, ``set_state``, ``publish_telemetry``,
+``leave``), an observer (``subscribe``, ``follow_telemetry``, ``snapshot``, ``command``), or both.
 
 What an engine promises: events of one node arrive in the order of publication, possibly more than once; those
 that cannot be delivered are announced (``EventsDropped``) or visible as a gap in the sequence numbers, and then
@@ -21,6 +21,10 @@ MAX_COMMAND_BYTES: Final = 64 << 10
 
 CommandHandler = Callable[[bytes], Awaitable[bytes]]
 """Runs on the node's loop; returns the reply. An exception is told to the caller as the error it is."""
+
+
+TakeReadings = Callable[[str, bytes], None]
+"""Called on the loop with the node of the key and the payload. It must not block, and must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,20 @@ class EventEngine(Protocol):
         """
         ...
 
+    async def publish_telemetry(self, payload: bytes) -> None:
+        """Send readings, best effort: never waits for the network, and what is dropped is not repeated.
+
+        Raises:
+            MalformedEvent: over ``MAX_READINGS_BYTES``. ClusterError: not joined.
+        """
+        ...
+
     # An observer
+
+    async def follow_telemetry(self, take: TakeReadings) -> Callable[[], Awaitable[None]]:
+        """Have ``take`` called with the readings of every node; of one node possibly only the newest. Returns what ends
+        it; ``close`` does, too."""
+        ...
 
     async def subscribe(self) -> Subscription:
         """Events and membership from now on, beginning with a ``NodeUp`` for every node that is there."""

@@ -7,7 +7,7 @@ announced to that subscriber alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Self
 
 import anyio
@@ -21,10 +21,12 @@ from gpurt.cluster.bus import (
     NodeDown,
     NodeUp,
     StateReply,
+    TakeReadings,
 )
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
 from gpurt.cluster.keys import ANY, check_name
+from gpurt.cluster.readings import MAX_READINGS_BYTES
 
 BUFFER_ITEMS: Final = 1024
 
@@ -41,6 +43,7 @@ class InProcessBus:
         self.buffer_items = buffer_items
         self.members: list[InProcessEngine] = []
         self.subscriptions: list[InProcessSubscription] = []
+        self.readers: list[TakeReadings] = []
 
     def deliver(self, item: BusItem) -> None:
         """Give ``item`` to every subscriber."""
@@ -108,6 +111,7 @@ class InProcessEngine:
         self._state: bytes | None = None
         self._on_command: CommandHandler | None = None
         self._subscriptions: list[InProcessSubscription] = []
+        self._readers: list[TakeReadings] = []
         self.node: str | None = None
 
     @property
@@ -121,6 +125,8 @@ class InProcessEngine:
         self._disappear(left=False)
         for subscription in tuple(self._subscriptions):
             await subscription.aclose()
+        for take in tuple(self._readers):
+            self._stop_following(take)
         self._started = False
 
     async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
@@ -152,6 +158,22 @@ class InProcessEngine:
         node = self._joined()
         check_size(payload, f"event of node {node}", MAX_EVENT_BYTES)
         self._bus.deliver(EventReceived(node, payload))
+
+    async def publish_telemetry(self, payload: bytes) -> None:
+        node = self._joined()
+        check_size(payload, f"readings of node {node}", MAX_READINGS_BYTES)
+        for take in tuple(self._bus.readers):
+            take(node, payload)
+
+    async def follow_telemetry(self, take: TakeReadings) -> Callable[[], Awaitable[None]]:
+        self._check_started()
+        self._readers.append(take)
+        self._bus.readers.append(take)
+
+        async def stop() -> None:
+            self._stop_following(take)
+
+        return stop
 
     async def subscribe(self) -> InProcessSubscription:
         self._check_started()
@@ -190,6 +212,11 @@ class InProcessEngine:
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
             self._bus.subscriptions.remove(subscription)
+
+    def _stop_following(self, take: TakeReadings) -> None:
+        if take in self._readers:
+            self._readers.remove(take)
+            self._bus.readers.remove(take)
 
     def _check_started(self) -> None:
         if not self._started:

@@ -16,6 +16,8 @@ EVENTS: Final = "ev"
 STATE: Final = "state"
 LIVE: Final = "live"
 COMMAND: Final = "cmd"
+TELEMETRY: Final = "telemetry"
+"""Readings, best effort: no order, no repetition, no history."""
 LEAVING: Final = "leaving"
 """A token that a node shows while it takes back ``LIVE``: it leaves, it has not died."""
 FLUSH: Final = "flush"
@@ -42,7 +44,8 @@ def check_name(name: str, what: str) -> str:
 
 
 def node_key(cluster: str, node: str, leaf: str) -> str:
-    """The key of one leaf (``EVENTS STATE LIVE LEAVING COMMAND FLUSH``) of a node, or of every node with ``ANY``.
+    """The key of one leaf (``EVENTS STATE LIVE LEAVING COMMAND TELEMETRY FLUSH``) of a node, or of every node with
+    ``ANY``.
 
     Raises:
         InvalidName: cluster or node.

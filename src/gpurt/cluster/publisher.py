@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from gpurt.cluster.bus import EventEngine
@@ -18,6 +18,7 @@ from gpurt.cluster.envelope import EventKind, encode, make_event
 from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.errors import ClusterError, MalformedEvent, NodeNameTaken
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.readings import DeviceReadings, encode_readings
 from gpurt.cluster.state import (
     HostInfo,
     NodeFields,
@@ -144,6 +145,16 @@ class NodePublisher:
                 await self._send_backend(event)
             else:
                 await self._send_device(event, event.device)
+
+    async def publish_telemetry(self, devices: Sequence[DeviceReadings]) -> None:
+        """Tell readings, best effort; nothing when not joined. They are no events and have no number.
+
+        Raises:
+            ClusterError: the bus refused.
+        """
+        if self._joined:
+            for payload in encode_readings(self.node, str(self.epoch), devices):
+                await self._engine.publish_telemetry(payload)
 
     async def follow(self, events: AsyncIterable[DeviceEvent]) -> None:
         """Tell every event until they end."""

@@ -16,6 +16,7 @@ from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import ClusterError
 from gpurt.cluster.groups import single
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.monitoring import NodeMonitoring
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.state import this_host
 from gpurt.cluster.zenoh_engine import ZenohEngine
@@ -37,7 +38,7 @@ _log = logging.getLogger("gpurt.cluster.worker")
 class WorkerConfig:
     """
     Raises:
-        InvalidName: node, cluster or endpoint malformed.
+        InvalidName: node, cluster or endpoint malformed. ValueError: ``telemetry_s`` is no time.
     """
 
     node: str
@@ -52,11 +53,15 @@ class WorkerConfig:
     interval_s: float = 10.0
     """Between two look-ups of the devices."""
     probe_timeout_s: float | None = None
+    telemetry_s: float | None = 1.0
+    """Between two readings of each device; None reads and listens to none."""
 
     def __post_init__(self) -> None:
         check_name(self.node, "node")
         check_name(self.cluster, "cluster")
         check_endpoint(self.endpoint)
+        if self.telemetry_s is not None and not self.telemetry_s > 0:
+            raise ValueError(f"telemetry_s must be a positive number of seconds or None, not {self.telemetry_s!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class Worker:
     discovery: GPUDiscoveryService
     backend: GPUBackend | None
     """The simulated backend, initialised; None when the devices are real."""
+    monitoring: NodeMonitoring | None = None
+    """Readings and health of the devices; give it a backend that you open (``use``), and it reads through it, too."""
 
 
 async def run_worker(
@@ -120,8 +127,11 @@ async def run_worker(
                     early.append(result)
                     known.set()
 
+                # Patient: a worker is started again when it ends, and a driver that crashes or hangs must not be asked
+                # in that loop.
                 found = group.create_task(
-                    discovery.discover_all_devices(on_preview=take_preview), name="gpurt-worker-discovery"
+                    discovery.discover_all_devices(patient=True, on_preview=take_preview),
+                    name="gpurt-worker-discovery",
                 )
                 found.add_done_callback(lambda _: known.set())
                 await engine.start()
@@ -131,8 +141,14 @@ async def run_worker(
                     await publisher.publish_snapshot(await found)
                 else:
                     await publisher.start(await found)
+                monitoring = None
+                if config.telemetry_s is not None:
+                    monitoring = NodeMonitoring(discovery, publisher, interval_s=config.telemetry_s)
+                    if backend is not None:
+                        monitoring.use(backend)
+                    group.create_task(monitoring.run(), name="gpurt-worker-monitoring")
                 if on_ready is not None:
-                    group.create_task(_run(on_ready, Worker(config, publisher, discovery, backend)))
+                    group.create_task(_run(on_ready, Worker(config, publisher, discovery, backend, monitoring)))
                 await publisher.follow(discovery.subscribe())
         except BaseExceptionGroup as failed:
             raise single(failed) from None

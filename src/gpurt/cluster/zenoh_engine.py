@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, ParamSpec, TypeVar
 
-from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, StateReply
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, StateReply, TakeReadings
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.readings import MAX_READINGS_BYTES
 from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
 from gpurt.cluster.zenoh_hub import watch_hub
 from gpurt.cluster.zenoh_node import ZenohNode
+from gpurt.cluster.zenoh_readings import ZenohReadings, put_readings
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from gpurt.errors import GPUError
@@ -64,6 +66,7 @@ class ZenohEngine:
         self._opening: asyncio.Future[None] | None = None
         self._node: ZenohNode | None = None
         self._subscriptions: list[ZenohSubscription] = []
+        self._readings: list[ZenohReadings] = []
         self._commands: set[asyncio.Task[None]] = set()
 
     @property
@@ -113,11 +116,14 @@ class ZenohEngine:
         for subscription in self._subscriptions:
             subscription.close()
         closed = asyncio.wrap_future(
-            lane.submit(_tear_down, session, callbacks, self._node, tuple(self._subscriptions))
+            lane.submit(_tear_down, session, callbacks, self._node, (*self._subscriptions, *self._readings))
         )
         lane.stop()
         self._node = None
         self._subscriptions.clear()
+        for readings in self._readings:
+            readings.closed = True
+        self._readings.clear()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.shield(closed)
@@ -197,7 +203,31 @@ class ZenohEngine:
         # Shielded: a number that has been given to an event must go out, or every receiver sees a hole.
         await asyncio.shield(asyncio.ensure_future(self._call(node.put, payload)))
 
+    async def publish_telemetry(self, payload: bytes) -> None:
+        node = self._joined()
+        check_size(payload, f"readings of node {node.node}", MAX_READINGS_BYTES)
+        await self._call(put_readings, self._zenoh, self._session, self._cluster, node.node, payload)
+
     # An observer
+
+    async def follow_telemetry(self, take: TakeReadings) -> Callable[[], Awaitable[None]]:
+        self._running()
+        assert self._loop is not None
+        readings = ZenohReadings(self._loop, take)
+        self._readings.append(readings)
+
+        async def stop() -> None:
+            readings.closed = True
+            if readings in self._readings:
+                self._readings.remove(readings)
+                await self._call(readings.undeclare)
+
+        try:
+            await self._call(readings.declare, self._wrapper(), self._session, self._cluster)
+        except BaseException:
+            await stop()
+            raise
+        return stop
 
     async def subscribe(self) -> ZenohSubscription:
         self._running()
@@ -360,7 +390,7 @@ def _tear_down(
     session: Any,
     callbacks: SessionCallbacks | None,
     node: ZenohNode | None,
-    subscriptions: tuple[ZenohSubscription, ...],
+    subscriptions: tuple[ZenohSubscription | ZenohReadings, ...],
 ) -> None:
     try:
         if node is not None:

@@ -1,28 +1,43 @@
 """A probe's outcome as a report and device records. Pure.
 
-Two views of NVIDIA's cards meet here: NVML shows every card of the machine, CUDA those that it can use and may
-show. A card of both is one record; a card of NVML alone is listed as not usable, with the reason.
+Two views of a backend's devices meet here: systems and their management libraries show every device of the machine,
+the backend's own library those that it can use and may show. A device of both is one record; one that was only sighted
+is listed as not usable, with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from gpurt.discovery.masks import APPLIES_ITSELF, Masks, masks_of, same_card
 from gpurt.discovery.reasons import remedy
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
-from gpurt.types import BackendReport, DeviceState, GPUDevice
-from gpurt.visibility.variables import CUDA_VISIBLE_DEVICES
+from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
     from gpurt.discovery.remembered import Remembered
 
+__all__ = ["CONCLUSIVE", "BackendAnswer", "assemble", "same_card", "unavailable"]
+
 CONCLUSIVE: Final = frozenset({ReasonCode.NO_DEVICE, ReasonCode.HIDDEN_BY_ENVIRONMENT})
 """Reasons that are successful enumerations: devices that are not among them are really not there."""
 
-_LIBRARY_SIDE: Final = frozenset({ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER, ReasonCode.ERROR, ReasonCode.NO_DEVICE})
+_LIBRARY_SIDE: Final = frozenset(
+    {
+        ReasonCode.NO_LIBRARY,
+        ReasonCode.NO_DRIVER,
+        ReasonCode.ERROR,
+        ReasonCode.NO_DEVICE,
+        ReasonCode.NOT_IMPLEMENTED,
+    }
+)
+"""Reasons of a library that say less than what the system says."""
+
+_OWN_WORD: Final = frozenset({ReasonCode.NOT_IMPLEMENTED, ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER})
+"""Reasons that are the same for all devices: what is wrong with one of them comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,63 +69,106 @@ def unavailable(name: str, failure: Failure, platform: str, *, elapsed_ms: float
 
 
 def assemble(
-    name: str, outcome: ProbeOutcome, *, environ: Mapping[str, str], platform: str, on_bus: bool | None = None
+    name: str,
+    outcome: ProbeOutcome,
+    *,
+    environ: Mapping[str, str],
+    platform: str,
+    on_bus: bool | None = None,
+    nvidia_present: bool = False,
 ) -> BackendAnswer:
     """Report and records of one backend.
 
     Args:
         environ: the environment that the probe had.
         on_bus: whether the PCI bus shows a device of this backend's vendor; None when nobody knows.
+        nvidia_present: the host has a device of NVIDIA's, so that its variables are not meant for other vendors'.
     """
     if outcome.verified is not None:
         driver_devices, failure = outcome.verified, None
     else:
         failure = outcome.failure or Failure(ReasonCode.ERROR, "the probe ended without an answer")
         driver_devices = tuple(_not_usable(device, failure) for device in outcome.opened)
-    joined, alone = _join(driver_devices, outcome.sighted)
-    masked, warning = _masked(outcome, alone, environ, driver_answered=outcome.verified is not None)
-    lonely = [_hidden(device) if i in masked else _unseen(device, failure) for i, device in alone]
+    masks = masks_of(name, outcome, environ, nvidia_present=nvidia_present)
+    joined, alone, twins = _join(driver_devices, outcome.sighted)
+    lonely, hidden = _lonely(name, alone, masks, failure, driver_answered=outcome.verified is not None)
+    if name not in APPLIES_ITSELF:
+        for position, cards in twins.items():
+            joined[position] = _hidden_if(masks, joined[position], cards)
+            if any(card.device_id in masks.hidden for card in cards):
+                hidden.add(joined[position].stable_id)
     devices = (*joined, *lonely)
-    hidden = frozenset(device.stable_id for i, device in alone if i in masked)
-    if not joined:
-        failure = _why(outcome, failure, all_hidden=bool(alone) and len(hidden) == len(alone))
+    shown = [each for each in joined if each.kind is not DeviceKind.SOFTWARE and not _is_hidden(each)]
+    if not shown:
+        real = [each for each in devices if each.kind is not DeviceKind.SOFTWARE]
+        software = [each for each in joined if each.kind is DeviceKind.SOFTWARE]
+        failure = _why(outcome, failure, masks if real and all(map(_is_hidden, real)) else None, software, len(real))
+    notes = (*masks.warnings, outcome.note)
     if failure is None:
-        message = f"{len(joined)} device{'s' * (len(joined) != 1)}"
-        report = BackendReport(name=name, status="ok", message="; ".join(filter(None, (message, warning))))
+        message = f"{len(shown)} device{'s' * (len(shown) != 1)}"
+        report = BackendReport(name=name, status="ok", message="; ".join(filter(None, (message, *notes))))
     else:
         if failure.reason is ReasonCode.NO_DRIVER and on_bus is False:
-            failure = Failure(failure.reason, f"{failure.message}; the PCI bus shows no such device", failure.hint)
+            failure = replace(failure, message=f"{failure.message}; the PCI bus shows no such device")
         report = unavailable(name, failure, platform).report
-        if warning:
-            report = report.model_copy(update={"message": f"{report.message}; {warning}"})
+        report = report.model_copy(update={"message": "; ".join(filter(None, (report.message, *notes)))})
     ids = tuple(device.device_id for device in devices)
     report = report.model_copy(update={"elapsed_ms": outcome.elapsed_ms, "device_ids": ids})
-    return BackendAnswer(report, devices, hidden)
+    return BackendAnswer(report, devices, frozenset(hidden))
 
 
 def _join(
     driver_devices: Sequence[GPUDevice], sighted: Sequence[GPUDevice]
-) -> tuple[list[GPUDevice], list[tuple[int, GPUDevice]]]:
-    """Driver records completed by what NVML says of the same card, and the cards that NVML alone shows."""
+) -> tuple[list[GPUDevice], list[GPUDevice], dict[int, list[GPUDevice]]]:
+    """Driver records completed by what was sighted of the same devices, what was sighted alone, and by position of a
+    driver record what was sighted of it."""
     joined = list(driver_devices)
-    alone: list[tuple[int, GPUDevice]] = []
-    for position, card in enumerate(sighted):
-        match = next((i for i, device in enumerate(joined) if same_card(device, card)), None)
+    alone: list[GPUDevice] = []
+    twins: dict[int, list[GPUDevice]] = {}
+    for card in sighted:
+        match = next((i for i, device in enumerate(joined) if _is_same(device, card)), None)
         if match is None:
-            alone.append((position, card))
+            alone.append(card)
         else:
             joined[match] = _completed(joined[match], card)
-    return joined, alone
+            twins.setdefault(match, []).append(card)
+    return joined, alone, twins
 
 
-def same_card(device: GPUDevice, card: GPUDevice) -> bool:
-    """Whether a record of CUDA and one of NVML speak of the same card, or the same partition of it."""
-    a, b = device.identity, card.identity
-    if a is None or b is None:
-        return False
-    if a.uuid and b.uuid:
-        return a.uuid == b.uuid
-    return a.pci_address is not None and (a.pci_address, a.partition) == (b.pci_address, b.partition)
+def _is_same(device: GPUDevice, card: GPUDevice) -> bool:
+    # A device without identity is known by its number where driver and source count alike.
+    return same_card(device, card) or (device.device_id, device.name) == (card.device_id, card.name)
+
+
+def _hidden_if(masks: Masks, device: GPUDevice, cards: Sequence[GPUDevice]) -> GPUDevice:
+    """A driver's record, not usable where the environment hides it and the driver does not know."""
+    for card in cards:
+        why = masks.hidden.get(card.device_id) or masks.hidden_here.get(card.device_id)
+        if why is not None:
+            return _hidden(device, why)
+    return device
+
+
+def _lonely(
+    name: str, alone: Sequence[GPUDevice], masks: Masks, failure: Failure | None, *, driver_answered: bool
+) -> tuple[list[GPUDevice], set[str]]:
+    """Records that were sighted alone, with the reason, and the stable ids of those hidden from everybody."""
+    records: list[GPUDevice] = []
+    hidden: set[str] = set()
+    for card in alone:
+        why = masks.hidden.get(card.device_id)
+        if why is None and driver_answered and name in APPLIES_ITSELF and card.device_id in masks.uncertain:
+            why = f"{name} does not show it, as the environment wants it"
+        if why is not None:
+            hidden.add(card.stable_id)
+        why = why or masks.hidden_here.get(card.device_id)
+        if why is not None:
+            records.append(_hidden(card, why))
+        elif failure is None and card.device_id in masks.left_out and not card.state_reason:
+            records.append(card.model_copy(update={"state_reason": masks.left_out[card.device_id]}))
+        else:
+            records.append(_unseen(name, card, failure))
+    return records, hidden
 
 
 def _completed(device: GPUDevice, card: GPUDevice) -> GPUDevice:
@@ -124,51 +182,53 @@ def _completed(device: GPUDevice, card: GPUDevice) -> GPUDevice:
     return device.model_copy(update=update) if update else device
 
 
-def _masked(
-    outcome: ProbeOutcome, alone: Sequence[tuple[int, GPUDevice]], environ: Mapping[str, str], *, driver_answered: bool
-) -> tuple[frozenset[int], str | None]:
-    """Positions among the sighted cards that the visibility variable hides, and a warning about its value."""
-    if CUDA_VISIBLE_DEVICES not in environ or not outcome.sighted:
-        return frozenset(), None
-    from gpurt.visibility.candidates import candidate_of
-    from gpurt.visibility.resolve import resolve  # half of a quick answer is imports: only where it is needed
+def _why(
+    outcome: ProbeOutcome, failure: Failure | None, hiding: Masks | None, software: Sequence[GPUDevice], count: int
+) -> Failure:
+    """The reason that helps most, of what the library, the system and the environment say.
 
-    visibility = resolve(environ, [candidate_of(card) for card in outcome.sighted])
-    warning = "; ".join(visibility.warnings) or None
-    if driver_answered:
-        # CUDA itself has applied the variable: it shows what is visible.
-        return frozenset(position for position, _ in alone), warning
-    return frozenset(position for position, card in alone if card.device_id in visibility.hidden), warning
-
-
-def _why(outcome: ProbeOutcome, failure: Failure | None, *, all_hidden: bool) -> Failure:
-    """The reason that helps most, of what the library, NVML and the environment say."""
-    if all_hidden:
-        text = f"{CUDA_VISIBLE_DEVICES} hides every one of {len(outcome.sighted)} devices"
+    Args:
+        hiding: the masks, where they hide all of ``count`` sighted devices.
+        software: what the driver shows; no hardware is among it.
+    """
+    if hiding is not None:
+        first = next(iter((*hiding.hidden.values(), *hiding.hidden_here.values())), "the environment hides it")
+        variable = first.partition(" ")[0]
+        text = f"{variable} hides every one of {count} devices"
         return Failure(ReasonCode.HIDDEN_BY_ENVIRONMENT, text)
     if failure is None:
+        if software:
+            names = ", ".join(device.name for device in software)
+            return Failure(ReasonCode.NO_DEVICE, f"the library shows software adapters alone: {names}")
         return Failure(ReasonCode.NO_DEVICE, "the library works and shows no device")
-    nvml = outcome.sighting_failure
-    if nvml is None or nvml.reason is ReasonCode.NO_LIBRARY or failure.reason not in _LIBRARY_SIDE:
+    seen = outcome.sighting_failure
+    if seen is None or seen.reason is ReasonCode.NO_LIBRARY or failure.reason not in _LIBRARY_SIDE:
+        if failure.reason is ReasonCode.NOT_IMPLEMENTED and count:
+            what = f"{count} device{'s' * (count != 1)} cannot be used through it yet"
+            return replace(failure, message=f"{failure.message}; {what}")
         return failure
-    if failure.reason is nvml.reason and nvml.message in failure.message:
-        return failure  # the driver has asked NVML, too
+    if failure.reason is seen.reason and seen.message in failure.message:
+        return failure  # the driver has asked the same source, too
     # Without the kernel driver no library helps: say that first, and the library's own trouble second.
-    hint = "; ".join(dict.fromkeys(filter(None, (nvml.hint, failure.hint))))
-    return Failure(nvml.reason, f"{nvml.message}; {failure.message}", hint or None)
+    hint = "; ".join(dict.fromkeys(filter(None, (seen.hint, failure.hint))))
+    return Failure(seen.reason, f"{seen.message}; {failure.message}", hint or None)
 
 
-def _hidden(card: GPUDevice) -> GPUDevice:
-    reason = f"{ReasonCode.HIDDEN_BY_ENVIRONMENT}: {CUDA_VISIBLE_DEVICES} does not name it"
-    return card.model_copy(update={"usable": False, "state_reason": reason})
+def _hidden(card: GPUDevice, why: str) -> GPUDevice:
+    return card.model_copy(update={"usable": False, "state_reason": f"{ReasonCode.HIDDEN_BY_ENVIRONMENT}: {why}"})
 
 
-def _unseen(card: GPUDevice, failure: Failure | None) -> GPUDevice:
+def _is_hidden(device: GPUDevice) -> bool:
+    return (device.state_reason or "").startswith(ReasonCode.HIDDEN_BY_ENVIRONMENT.value)
+
+
+def _unseen(name: str, card: GPUDevice, failure: Failure | None) -> GPUDevice:
     if failure is not None:
         return _not_usable(card, failure)
     if card.state_reason:
         return card
-    return card.model_copy(update={"state_reason": f"{ReasonCode.UNSUPPORTED_DEVICE}: CUDA does not show it"})
+    library = {"cuda": "CUDA"}.get(name, f"the library of backend {name}")
+    return card.model_copy(update={"state_reason": f"{ReasonCode.UNSUPPORTED_DEVICE}: {library} does not show it"})
 
 
 def _not_usable(device: GPUDevice, failure: Failure) -> GPUDevice:
@@ -177,5 +237,10 @@ def _not_usable(device: GPUDevice, failure: Failure) -> GPUDevice:
         state = DeviceState.UNRESPONSIVE
     elif state is DeviceState.HEALTHY and failure.reason is ReasonCode.CRASHED:
         state = DeviceState.SUSPECT
-    reason = device.state_reason if state is DeviceState.LOST else f"{failure.reason}: {failure.message}"
+    own = device.state_reason
+    reason = f"{failure.reason}: {failure.message}"
+    if own and (state in (DeviceState.LOST, DeviceState.DEGRADED) or device.kind is DeviceKind.SOFTWARE):
+        reason = own
+    elif own and failure.reason in _OWN_WORD:
+        reason = f"{own}; {failure.message}"
     return device.model_copy(update={"usable": False, "state": state, "state_reason": reason})

@@ -25,6 +25,8 @@ MEMORY_QUANTUM_BYTES: Final = 64 << 20
 MEMORY_QUANTUM: Final = 0.01
 
 _MEMORY_FIELDS: Final = ("memory_available", "memory_usable_bytes")
+_MEMORY_SOURCE: Final = "memory_usable_source"
+"""Told with the figure that it explains; by itself it is no news."""
 _HEALTH_FIELDS: Final = ("state", "state_reason", "usable")
 _GONE: Final = frozenset({DeviceState.LOST, DeviceState.SUSPECT, DeviceState.UNRESPONSIVE, DeviceState.REMOVED})
 
@@ -184,7 +186,8 @@ def settled(old: DiscoveryResult | None, new: DiscoveryResult, *, hold_memory: b
     for key, device in _by_key(new.devices).items():
         previous = before.get(key)
         if previous is not None and (hold_memory or _same_memory(previous, device)):
-            device = device.model_copy(update={field: getattr(previous, field) for field in _MEMORY_FIELDS})
+            fields = (*_MEMORY_FIELDS, _MEMORY_SOURCE)
+            device = device.model_copy(update={field: getattr(previous, field) for field in fields})
         devices.append(device)
     return new.model_copy(update={"devices": tuple(devices)})
 
@@ -226,7 +229,7 @@ def _health_type(previous: GPUDevice, device: GPUDevice) -> EventType:
 
 
 def _changed_fields(previous: GPUDevice, device: GPUDevice) -> tuple[str, ...]:
-    ignored = {*_MEMORY_FIELDS, *_HEALTH_FIELDS}
+    ignored = {*_MEMORY_FIELDS, _MEMORY_SOURCE, *_HEALTH_FIELDS}
     return tuple(
         field
         for field in GPUDevice.model_fields

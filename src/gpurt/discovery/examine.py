@@ -7,10 +7,12 @@ looking: where the answer is known, a probe should cost little more than the sta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from gpurt.discovery.line import ProbeLine
+from gpurt.discovery.sight import LOADS_DRIVERS, steps
 from gpurt.errors import BackendUnavailable, ReasonCode
 
 Emit = Callable[[ProbeLine], None]
@@ -26,14 +28,17 @@ class Request:
     """Signatures whose answers the caller has: with one of them the driver is not opened."""
 
 
-def examine(name: str, emit: Emit, request: Callable[[], Request]) -> None:
+def examine(name: str, emit: Emit, request: Callable[[], Request], *, may_die: bool = True) -> None:
     """Find out everything about one backend, and tell ``emit`` each step as soon as it is known.
 
     The last line but for the closing is ``verified``, ``unchanged`` or ``failed``; nothing that a library raises
     escapes. ``request`` is called after looking: it may have to wait for the caller.
+
+    Args:
+        may_die: this process is here for the probe alone. Else nothing is looked at that loads drivers for it.
     """
     try:
-        signature = _look(name, emit)
+        signature = _look(name, emit, may_die=may_die)
         asked = request()
         emit(ProbeLine(stage="doing", message=f"loading backend {name}", signature=signature))
         if signature in asked.known:
@@ -50,20 +55,20 @@ def examine(name: str, emit: Emit, request: Callable[[], Request]) -> None:
         emit(ProbeLine(stage="failed", reason=ReasonCode.ERROR, message=_said(exc)))
 
 
-def _look(name: str, emit: Emit) -> str | None:
+def _look(name: str, emit: Emit, *, may_die: bool) -> str | None:
     """What can be seen without the backend's library, and what the answer rests on."""
-    if name == "cuda":
-        from gpurt.discovery.nvidia import sight_nvidia
-
-        emit(ProbeLine(stage="doing", message="asking NVML"))
-        sighted = sight_nvidia()
-        emit(sighted)
-        return sighted.signature
     if name == "cpu":
         from gpurt.discovery.signature import cpu_signature
 
         return cpu_signature()
-    return None
+    if name in LOADS_DRIVERS and not may_die:
+        return None
+    signature: str | None = None
+    for line in steps(name, environ=os.environ):
+        emit(line)
+        if line.stage == "sighted":
+            signature = line.signature
+    return signature
 
 
 def _said(exc: BaseException) -> str:

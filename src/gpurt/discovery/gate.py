@@ -1,20 +1,23 @@
 """What can be ruled out without loading a library or starting a process: a few look-ups, together under 5 ms.
 
 The gate only ever rules out; a backend that passes it may still be absent. It is generous where in doubt: WSL has
-no ``/dev/nvidiactl``, so a missing node says nothing about CUDA.
+no ``/dev/nvidiactl``, so a missing node says nothing about CUDA. A backend that gpurt cannot drive yet passes where its
+sources may have devices to show (:mod:`gpurt.discovery.sight`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from gpurt.backends.undriven import TITLES, refusal
 from gpurt.discovery.wire import Failure
 from gpurt.errors import ReasonCode
-from gpurt.sources.pci import AMD, NVIDIA
+from gpurt.sources.pci import AMD, INTEL, NVIDIA, has_pci_vendor
 
 _PLATFORMS: Final[Mapping[str, frozenset[str]]] = {
     "cuda": frozenset({"linux", "win32"}),
@@ -26,24 +29,46 @@ _MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "opencl": ("pyopencl",),
 }
 
+_MANIFEST_VARIABLES: Final = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "VK_ADD_DRIVER_FILES")
+_MANIFEST_PLACES: Final = (
+    "usr/share",
+    "usr/local/share",
+    "etc",
+    "etc/xdg",
+    "usr/lib/x86_64-linux-gnu/GL",  # Flatpak
+    "run/opengl-driver/share",  # NixOS
+)
+"""Relative to the root: where distributions have Vulkan's loader look."""
+
 PCI_VENDORS: Final[Mapping[str, str]] = {"cuda": NVIDIA, "rocm": AMD}
 
 
 def _has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:
+        return True  # already imported, and made by hand: such a module has no specification
 
 
 def gate(
-    name: str, *, platform: str, root: Path = Path("/"), has_module: Callable[[str], bool] = _has_module
+    name: str,
+    *,
+    platform: str,
+    root: Path = Path("/"),
+    has_module: Callable[[str], bool] = _has_module,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Failure | None:
     """Why the backend cannot possibly be used here, or None when only a probe can tell. Reads the file system.
 
     Args:
         platform: as :func:`gpurt.platforms.current_platform` says.
-        root: where ``/dev`` and ``/sys`` are found.
+        root: where ``/dev``, ``/sys``, ``/etc`` and ``/usr`` are found.
+        environ: the environment of the probe; says where else drivers are.
     """
     if name in TITLES:
         exc = refusal(name, platform=platform, root=root)
+        if exc.reason is ReasonCode.NOT_IMPLEMENTED and _has_sources(name, platform, root, has_module, environ):
+            return None
         return Failure(exc.reason, exc.message, exc.hint)
     platforms = _PLATFORMS.get(name)
     if platforms is not None and platform not in platforms:
@@ -52,3 +77,44 @@ def gate(
     if modules and not any(map(has_module, modules)):
         return Failure(ReasonCode.NO_LIBRARY, f"the Python package {modules[0]} is not installed")
     return None
+
+
+def _has_sources(
+    name: str, platform: str, root: Path, has_module: Callable[[str], bool], environ: Mapping[str, str]
+) -> bool:
+    """Whether looking may show devices of a backend that cannot be opened."""
+    match name:
+        case "rocm":
+            # A container may show the topology and not the bus.
+            kernel = platform == "linux" and (root / "sys/class/kfd/kfd/topology/nodes").is_dir()
+            return kernel or (platform == "linux" and has_pci_vendor(root, AMD, graphics=True) is True)
+        case "vulkan":
+            if platform != "linux":
+                return has_module("vulkan")
+            lists = has_module("vulkan") and has_vulkan_driver(root, environ)
+            return lists or has_pci_vendor(root, INTEL, graphics=True) is True
+        case "metal":
+            return platform == "darwin" and (root / "usr/sbin/system_profiler").exists()
+        case "directml":
+            return platform == "win32" and (_is_this_windows(root) or (root / "Windows/System32/dxgi.dll").exists())
+        case _:
+            return False
+
+
+def has_vulkan_driver(root: Path, environ: Mapping[str, str]) -> bool:
+    """Whether Vulkan's loader finds the manifest of a driver on Linux, in any of the places where it looks.
+
+    Without one it shows nothing, and a process to ask it would be a waste.
+    """
+    if any(environ.get(variable) for variable in _MANIFEST_VARIABLES):
+        return True
+    data = environ.get("XDG_DATA_DIRS", "").split(":")
+    home = environ.get("HOME", "")
+    own = [environ.get("XDG_DATA_HOME", ""), f"{home}/.local/share" if home else "", f"{sys.prefix}/share", *data]
+    places = [*_MANIFEST_PLACES, *(place.lstrip("/") for place in own if place)]
+    return any(any((root / place / "vulkan/icd.d").glob("*.json")) for place in places)
+
+
+def _is_this_windows(root: Path) -> bool:
+    """Every Windows of today has DXGI, on whatever drive it is installed."""
+    return sys.platform == "win32" and root == Path("/")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Set
 from concurrent.futures import Future
+from functools import partial
 
 from gpurt.discovery.examine import Request, examine
 from gpurt.discovery.line import ProbeLine
@@ -33,7 +34,8 @@ class InPlaceProber:
             return transcript.outcome(0.0)
         lines: list[ProbeLine] = []
         lane = Lane(f"gpurt:probe:{name}")
-        running = self._running[name] = lane.submit(examine, name, lines.append, lambda: Request(verified, known))
+        look = partial(examine, name, lines.append, lambda: Request(verified, known), may_die=False)
+        running = self._running[name] = lane.submit(look)
         lane.stop()
         await asyncio.wait({asyncio.wrap_future(running)}, timeout=deadline)
         for line in tuple(lines):

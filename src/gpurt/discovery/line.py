@@ -5,12 +5,28 @@ Apart from :mod:`gpurt.discovery.wire`, because this is what loads pydantic: a p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from gpurt.errors import ReasonCode
 from gpurt.types import GPUDevice
+
+
+class Sighting(BaseModel):
+    """What visibility variables need to know of a sighted device, beside its record."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    numbered: bool = False
+    """Its source shows all devices of its vendor in the vendor's own order, so that numbers in variables are theirs."""
+    parent_uuid: str | None = None
+    """``GPU-…`` of the physical device of a partition."""
+    tiles: int = 1
+    """Of an Intel GPU; Level Zero counts them."""
+    ordinals: Mapping[str, int] = Field(default_factory=dict)
+    """Numbers without any mask, by interface: :class:`gpurt.visibility.candidates.Candidate`."""
 
 
 class ProbeLine(BaseModel):
@@ -20,12 +36,15 @@ class ProbeLine(BaseModel):
 
     stage: Literal["doing", "sighted", "opened", "verified", "unchanged", "failed"]
     """``doing``: ``message`` says what comes next, for the report if that crashes or hangs. ``sighted``: devices
-    that the management library shows, or why it shows none. ``opened``: devices of the driver, not verified yet.
-    ``verified``, ``unchanged`` and ``failed`` end the answer; ``unchanged``: the driver was not asked, because the
-    signature is one that the parent has an answer for."""
+    that the system and its management libraries show, or why they show none; a later line replaces an earlier one.
+    ``opened``: devices of the driver, not verified yet. ``verified``, ``unchanged`` and ``failed`` end the answer;
+    ``unchanged``: the driver was not asked, because the signature is one that the parent has an answer for."""
     devices: tuple[GPUDevice, ...] = ()
+    about: Mapping[str, Sighting] = Field(default_factory=dict)
+    """By ``device_id`` of sighted devices."""
     reason: ReasonCode | None = None
     message: str = ""
+    """With ``sighted`` and no reason: what people should know besides the devices."""
     hint: str | None = None
     signature: str | None = None
     """What the answer rests on (:mod:`gpurt.discovery.signature`), with any line; None: not to be remembered."""

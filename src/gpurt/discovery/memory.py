@@ -6,18 +6,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from gpurt.discovery.assemble import CONCLUSIVE, BackendAnswer
 from gpurt.discovery.backoff import Backoff
+from gpurt.discovery.health import DeviceHealth
 from gpurt.discovery.registry import RegistryDocument, RegistryFile, RegistryTooNew
 from gpurt.discovery.remembered import MAX_ANSWERS, Remembered
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
 from gpurt.errors import ReasonCode
+from gpurt.health.policy import HealthPolicy
 from gpurt.offload import off_loop
 from gpurt.registry.records import Link, between
+from gpurt.sources.host_identity import boot_id
 from gpurt.types import GPUDevice
 
 _HARMFUL: Final = frozenset({ReasonCode.TIMEOUT, ReasonCode.CRASHED})
@@ -33,6 +37,8 @@ class DiscoveryMemory:
         given: devices of the backend that the service was given, or None for a service of this host. Of a given
             backend only what it still has is remembered; what is simulated has a place of its own in the file.
         clock: seconds, monotonic.
+        health: what is believed of devices, of which a part is kept in the file; None judges by the default policy.
+        root: where ``/proc`` is found.
     """
 
     def __init__(
@@ -40,9 +46,13 @@ class DiscoveryMemory:
         file: RegistryFile,
         clock: Callable[[], float] = time.monotonic,
         *,
+        health: DeviceHealth | None = None,
+        root: Path = Path("/"),
         given: Callable[[], Sequence[GPUDevice]] | None = None,
     ) -> None:
         self.file = file
+        self.health = health or DeviceHealth(HealthPolicy, clock)
+        self._root = root
         self._given = given
         self.backoff = Backoff(clock)
         self.verified: set[str] = set()
@@ -64,17 +74,26 @@ class DiscoveryMemory:
         self._warned = False
 
     async def load(self) -> None:
-        """Read the registry; does nothing when that has been done."""
+        """Read the registry; does nothing when that has been done.
+
+        Raises:
+            GPUError: an environment variable about health has a value that is not allowed.
+        """
         if self._loaded_at is not None:
             return
-        document = await off_loop("registry", self.file.load)
+        self.health.open()  # first: what it raises must not leave half of this done
+        document, boot = await off_loop("registry", lambda: (self.file.load(), boot_id(self._root)))
+        if self._loaded_at is not None:  # somebody else has done it meanwhile
+            return
         self._loaded_at = self._clock()
         if document is None:
+            self.health.restore({}, boot)
             if self.file.quarantined is not None:
                 self.recovered_from = f"recovered: the registry was corrupt, see {self.file.quarantined}"
             return
         self._links = _links_of(document)
         document = self._of_given(document, self._given()) if self._given else _of_host(document)
+        self.health.restore(document.health, boot)
         if not document.discovered:
             return
         self._age_at_load = _age(document.timestamp)
@@ -109,7 +128,11 @@ class DiscoveryMemory:
         reports = tuple(report for report in section.reports if report.name in names)
         backend_name = next((device.backend for device in devices if device.usable), None)
         return RegistryDocument(
-            timestamp=section.timestamp, backend_name=backend_name, devices=devices, reports=reports
+            timestamp=section.timestamp,
+            backend_name=backend_name,
+            devices=devices,
+            reports=reports,
+            health=section.health,
         )
 
     def stale(self) -> DiscoveryResult | None:
@@ -157,7 +180,7 @@ class DiscoveryMemory:
     @property
     def unsaved(self) -> bool:
         """The file has answers that no longer hold, or lacks one that does."""
-        return bool(self._forgotten or self._fresh)
+        return bool(self._forgotten or self._fresh or self.health.unsaved)
 
     async def doubt(self, names: Iterable[str]) -> None:
         """Forget what was verified of these backends, also in the file: a check that is killed has not passed."""
@@ -185,7 +208,7 @@ class DiscoveryMemory:
             return False
         simulated = self._given is not None and any(device.simulated for device in result.devices)
         names = {report.name for report in result.reports}
-        verified, attempts = set(self.verified), self.backoff.dump()
+        verified, attempts, version = set(self.verified), self.backoff.dump(), self.health.version
 
         def change(whole: RegistryDocument | None) -> RegistryDocument:
             old = whole.simulated if whole and simulated else whole
@@ -209,12 +232,32 @@ class DiscoveryMemory:
                 attempts=attempts,
                 tuning=old.tuning if old else (),
                 topology=old.topology if old else (),
+                health=self.health.document(old.health if old else {}, (device.stable_id for device in devices)),
             )
             if simulated:
                 return (whole or RegistryDocument()).model_copy(update={"simulated": new})
             return new.model_copy(update={"simulated": whole.simulated if whole else None})
 
-        return await self._update(change)
+        stored = await self._update(change)
+        if stored:
+            self.health.saved(version)
+        return stored
+
+    async def save_health(self) -> None:
+        """Write what is believed of devices, if the file does not know it yet."""
+        if not self.health.unsaved:
+            return
+        simulated = self._given is not None and any(device.simulated for device in self._given())
+        version = self.health.version
+
+        def change(whole: RegistryDocument | None) -> RegistryDocument:
+            whole = whole or RegistryDocument()
+            part = (whole.simulated or RegistryDocument()) if simulated else whole
+            part = part.model_copy(update={"health": self.health.document(part.health)})
+            return whole.model_copy(update={"simulated": part}) if simulated else part
+
+        if await self._update(change):
+            self.health.saved(version)
 
     async def _update(self, change: Callable[[RegistryDocument | None], RegistryDocument]) -> bool:
         fresh, forgotten = dict(self._fresh), set(self._forgotten)

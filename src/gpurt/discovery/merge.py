@@ -14,12 +14,27 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpurt.discovery.sightings import NVML
-from gpurt.types import DeviceKind, GPUDevice
+from gpurt.discovery.sight_names import MANAGEMENT
+from gpurt.errors import ReasonCode
+from gpurt.types import DeviceIdentity, DeviceKind, DeviceState, GPUDevice
 
 MEMORY_TOLERANCE: Final = 0.05
 """APIs differ in what they count as total: reserved memory, ECC, firmware."""
 MEMORY_TOLERANCE_BYTES: Final = 512 << 20
+
+_FILLED: Final = (
+    "compute_capability",
+    "memory_bytes",
+    "memory_available",
+    "compute_units",
+    "clock_rate_mhz",
+    "bandwidth_gbps",
+    "driver_version",
+    "numa_node",
+)
+"""Fields that any source may fill."""
+
+_HIDDEN: Final = ReasonCode.HIDDEN_BY_ENVIRONMENT.value
 
 _NOT_PHYSICAL: Final = frozenset({DeviceKind.CPU, DeviceKind.SOFTWARE})
 
@@ -50,8 +65,8 @@ def merge(
     rank = {name: position for position, name in enumerate(priority)}
     sources = sorted(
         (source for devices in backends for source in _by_source(devices)),
-        # What only the management library shows comes last: it must not be the face of a usable device.
-        key=lambda source: (rank.get(source[0].source[0], len(rank)), source[0].source[1] == NVML),
+        # What only the system shows comes last: it must not be the face of a usable device.
+        key=lambda source: (rank.get(source[0].source[0], len(rank)), source[0].source[1] in MANAGEMENT),
     )
     groups: list[list[_Record]] = []
     for source in sources:
@@ -160,16 +175,38 @@ def _merged(group: Sequence[_Record], hidden: Set[str]) -> GPUDevice:
     devices = [record.device for record in group]
     face = next((device for device in devices if device.usable), devices[0])
     update: dict[str, Any] = {"backends": tuple(dict.fromkeys(device.backend for device in (face, *devices)))}
-    for field in ("compute_capability", "memory_bytes", "memory_available", "compute_units", "driver_version"):
+    for field in _FILLED:
         if getattr(face, field) is None:
             # A later source may know what the first does not. 0 is never known, so it cannot win here.
             update[field] = next((value for device in devices if (value := getattr(device, field))), None)
-    if not (face.identity and face.identity.stable):
-        better = next((device.identity for device in devices if device.identity and device.identity.stable), None)
-        update["identity"] = better or face.identity
-    masked = next((device for device in devices if device.stable_id in hidden), None)
-    if masked is not None:
-        update |= {"usable": False, "state_reason": masked.state_reason}
+    if face.kind is DeviceKind.UNKNOWN:
+        update["kind"] = next((device.kind for device in devices if device.kind is not face.kind), face.kind)
+    update["identity"] = _identity(face, devices)
+    unfit = next(filter(_is_unfit, devices), None)
+    if unfit is not None:
+        update |= {"usable": False, "state": unfit.state, "state_reason": unfit.state_reason}
+    masked = [device for device in devices if device.stable_id in hidden]
+    if masked:
+        # The record that was hidden knows why; others of the same name may not.
+        told = min(masked, key=lambda device: not (device.state_reason or "").startswith(_HIDDEN))
+        update |= {"usable": False, "state_reason": told.state_reason}
     if face.kind is DeviceKind.SOFTWARE:
         update |= {"usable": False, "state_reason": face.state_reason or "software adapter: used only when asked for"}
     return face.model_copy(update=update)
+
+
+def _is_unfit(device: GPUDevice) -> bool:
+    """Broken, whoever uses it. That one interface failed in its verification says nothing about the others."""
+    broken = device.state in (DeviceState.LOST, DeviceState.DEGRADED)
+    return broken and not (device.state_reason or "").startswith("failed verification")
+
+
+def _identity(face: GPUDevice, devices: Sequence[GPUDevice]) -> DeviceIdentity | None:
+    """The vendor's own name for the device, else the face's, else any that lasts; with the address if anybody tells."""
+    known = [device.identity for device in devices if device.identity is not None]
+    named = [each for each in known if each.stable and each.uuid is not None and each.key.startswith(each.uuid)]
+    own = [face.identity] if face.identity is not None and face.identity.stable else []
+    best = next(iter((*named[:1], *own, *(each for each in known if each.stable))), face.identity)
+    if best is None or best.pci_address is not None:
+        return best
+    return best.model_copy(update={"pci_address": next((each.pci_address for each in known if each.pci_address), None)})

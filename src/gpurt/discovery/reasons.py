@@ -31,12 +31,14 @@ _MORE_TIME: Final = "give it more time (probe_timeout, --timeout): 10 seconds ar
 _VISIBILITY: Final[Mapping[str, str]] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "rocm": "ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES",
-    "vulkan": "GGML_VK_VISIBLE_DEVICES",
+    "vulkan": "GGML_VK_VISIBLE_DEVICES and ZE_AFFINITY_MASK",
+    "opencl": "GPU_DEVICE_ORDINAL",
 }
 
 _PERMISSION: Final[Mapping[str, str]] = {
     "cuda": "give this user access to /dev/nvidia*; in a container start it with --gpus all",
     "rocm": "sudo usermod -aG render,video $USER and log in again; in a container --device /dev/kfd --device /dev/dri",
+    "vulkan": "sudo usermod -aG render,video $USER and log in again; in a container --device /dev/dri",
 }
 
 

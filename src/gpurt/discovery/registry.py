@@ -55,6 +55,8 @@ class RegistryDocument(BaseModel):
     """How copies of each device are done: measured, written and read by backends (:mod:`gpurt.registry.measured`)."""
     topology: tuple[Link, ...] = ()
     """What was measured between devices, the newest first."""
+    health: Mapping[str, Any] = Field(default_factory=dict)
+    """What is believed of devices that are not healthy (:meth:`gpurt.health.HealthMonitor.export`)."""
     simulated: RegistryDocument | None = None
     """What services of simulated devices remember. Apart, so that it is never taken for this host's hardware."""
 
@@ -67,6 +69,11 @@ class RegistryDocument(BaseModel):
     @classmethod
     def _readable_remembered(cls, value: Any) -> dict[str, tuple[Remembered, ...]]:
         return {name: readable(Remembered, entries) for name, entries in _items(value) if isinstance(name, str)}
+
+    @field_validator("health", mode="before")
+    @classmethod
+    def _readable_health(cls, value: Any) -> dict[str, Any]:
+        return {name: each for name, each in _items(value) if isinstance(name, str)}
 
     @field_validator("tuning", mode="before")
     @classmethod

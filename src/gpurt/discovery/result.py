@@ -67,20 +67,25 @@ def summarize(
 ) -> DiscoveryResult:
     """The result of a discovery that has just ended, with backend name and status worked out."""
     devices, reports = tuple(devices), tuple(reports)
+    return DiscoveryResult(
+        **_verdict(devices, reports), devices=devices, reports=reports, timestamp=utc_now(), registry=registry
+    )
+
+
+def with_devices(result: DiscoveryResult, devices: Iterable[GPUDevice]) -> DiscoveryResult:
+    """The result of a look-up with other records of its devices; backend name and status are those of these."""
+    devices = tuple(devices)
+    return result.model_copy(update={"devices": devices, **_verdict(devices, result.reports)})
+
+
+def _verdict(devices: tuple[GPUDevice, ...], reports: tuple[BackendReport, ...]) -> dict[str, Any]:
     usable = [device for device in devices if device.usable and device.kind is not DeviceKind.SOFTWARE]
     status: DiscoveryStatus = "complete"
     if not usable:
         status = "failed"
     elif any(report.reason in _INCONCLUSIVE for report in reports) or any(map(_failed_verification, devices)):
         status = "partial"
-    return DiscoveryResult(
-        backend_name=usable[0].backend if usable else None,
-        devices=devices,
-        reports=reports,
-        discovery_status=status,
-        timestamp=utc_now(),
-        registry=registry,
-    )
+    return {"backend_name": usable[0].backend if usable else None, "discovery_status": status}
 
 
 def _failed_verification(device: GPUDevice) -> bool:

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from enum import IntEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from gpurt.backend import GPUBackend
-from gpurt.discovery.assemble import BackendAnswer
-from gpurt.discovery.deadlines import USUAL_S, deadline_for
-from gpurt.discovery.events import EventType, carry_over, diff, settled
+from gpurt.discovery.aliases import recognised
+from gpurt.discovery.audience import Audience
+from gpurt.discovery.budget import MemoryBudget
+from gpurt.discovery.events import diff, settled
 from gpurt.discovery.given import GivenBackend
+from gpurt.discovery.health import DeviceHealth
+from gpurt.discovery.lookup import Lookup
 from gpurt.discovery.memory import DiscoveryMemory
 from gpurt.discovery.merge import merge
+from gpurt.discovery.pace import Care, Pace
 from gpurt.discovery.preview import Previews
 from gpurt.discovery.probe import ChildProber
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult, summarize
 from gpurt.discovery.singleflight import SingleFlight
+from gpurt.discovery.standing import Standing
 from gpurt.discovery.subscription import Subscription
-from gpurt.discovery.survey import Prober, Survey, backend_names
+from gpurt.discovery.survey import Prober, Survey
 from gpurt.errors import BackendClosed
+from gpurt.health.monitor import Transition
+from gpurt.health.policy import HealthPolicy
+from gpurt.hotchange import Cause, HotChangeWatcher
 from gpurt.platforms import Platform, current_platform
 from gpurt.settings import canonical_name
+from gpurt.types import DeviceState
 
-MINOR_EVENTS_S: Final = 10.0
-"""Changes of free memory are said at most this often; everything else at once."""
 SHUTDOWN_WAIT_S: Final = 0.9
 
-
-class Care(IntEnum):
-    """How thorough a look-up is."""
-
-    POLL = 0
-    """Leave backends alone whose back-off time has not passed."""
-    ASK = 1
-    """Ask every backend; believe what was verified before."""
-    VERIFY = 2
-    """Believe nothing."""
+_log = logging.getLogger("gpurt.discovery")
 
 
 class GPUDiscoveryService:
@@ -68,9 +66,11 @@ class GPUDiscoveryService:
         probe_timeout: seconds for each probe; None is 10 or thrice the time of the last answer, at
             most 60, and 30 for a backend that the registry does not know.
         interval: seconds between two discoveries while somebody watches or subscribes.
-        environ: the environment of the probes, in place of ``os.environ``.
+        environ: the environment of the probes, in place of ``os.environ``; memory limits and what condemns a device
+            are read from it, too.
         clock: seconds, monotonic.
         prober: in place of child processes.
+        root: the directory under which ``/dev``, ``/proc``, ``/sys`` and ``/etc`` are found.
 
     Raises:
         ValueError: two registry paths, no backend, or a time that is not positive.
@@ -87,6 +87,7 @@ class GPUDiscoveryService:
         environ: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         prober: Prober | None = None,
+        root: Path = Path("/"),
     ) -> None:
         if source is not None and not isinstance(source, GPUBackend):
             if registry_path is not None:
@@ -97,30 +98,48 @@ class GPUDiscoveryService:
         for what, seconds in (("probe_timeout", probe_timeout), ("interval", interval)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{what} must be a positive number of seconds, not {seconds!r}")
-        self._backends = None if backends is None else tuple(dict.fromkeys(map(canonical_name, backends)))
-        self._probe_timeout = probe_timeout
+        names = None if backends is None else tuple(dict.fromkeys(map(canonical_name, backends)))
         self._interval = interval
         self._environ = environ
-        self._clock = clock
-        self._platform: Platform = current_platform(environ=environ)
-        self._given = GivenBackend(source, self._platform, clock) if isinstance(source, GPUBackend) else None
-        self._survey = Survey(prober or ChildProber(), self._platform)
+        platform: Platform = current_platform(environ=environ)
+        given = GivenBackend(source, platform, clock) if isinstance(source, GPUBackend) else None
+        self.health = DeviceHealth(lambda: HealthPolicy.from_environ(self._env()), clock)
+        """What is believed of devices beyond one look-up."""
         self._memory = DiscoveryMemory(
-            RegistryFile(registry_path), clock, given=self._given.devices if self._given else None
+            RegistryFile(registry_path),
+            clock,
+            health=self.health,
+            root=root,
+            given=given.devices if given else None,
         )
-        self._flight = SingleFlight[DiscoveryResult]()
         self._previews = Previews()
-        self._subscriptions = weakref.WeakSet[Subscription]()
+        self._lookup = Lookup(
+            Survey(prober or ChildProber(), platform, root=root),
+            self._memory,
+            self._previews,
+            platform,
+            given=given,
+            names=names,
+            probe_timeout=probe_timeout,
+            environ=self._env,
+            root=root,
+        )
+        self._budget = MemoryBudget(root)
+        self._pace = Pace(clock)
+        self._watcher = HotChangeWatcher(self._changed, root=root, wanted=self._has_listeners)
+        self._flight = SingleFlight[DiscoveryResult]()
+        self._audience = Audience(clock)
+        self._standing = Standing(self._memory, self.health, self._audience, clock)
+        self._watching = 0
         self._stop: asyncio.Event | None = None
-        self._last: DiscoveryResult | None = None
-        self._last_at = 0.0
-        self._told: DiscoveryResult | None = None
-        """What subscribers know: the state against which the next events are taken."""
-        self._memory_told_at: float | None = None
-        self._probed_at: float | None = None
 
     async def discover_all_devices(
-        self, refresh: bool = True, *, verify: bool = False, on_preview: Callable[[DiscoveryResult], None] | None = None
+        self,
+        refresh: bool = True,
+        *,
+        verify: bool = False,
+        patient: bool = False,
+        on_preview: Callable[[DiscoveryResult], None] | None = None,
     ) -> DiscoveryResult:
         """Look up all devices now; callers at the same time share one look-up.
 
@@ -130,6 +149,8 @@ class GPUDiscoveryService:
         Args:
             refresh: False gives the last result of this service if there is one.
             verify: forget what was verified before, open every driver and read back from every device.
+            patient: leave backends alone that could not be used a short time ago, as ``watch`` does; after a restart
+                those that hung or crashed. For programs that are started again when they end.
             on_preview: called once at most, if this service has no result yet: with what the registry remembers
                 (``stale``), else, as soon as devices are seen or after 0.8 s, with what is known while
                 drivers are still being opened (``preview``).
@@ -141,16 +162,16 @@ class GPUDiscoveryService:
             BackendClosed: ``shutdown`` was called meanwhile.
             GPUError: an environment variable has a value that is not allowed.
         """
-        if not refresh and not verify and self._last is not None:
-            return self._aged(self._last)
-        care = Care.VERIFY if verify else Care.ASK
+        if not refresh and not verify and (last := self._standing.last()) is not None:
+            return last
+        care = Care.VERIFY if verify else Care.POLL if patient else Care.ASK
         with self._previews.wanted(on_preview):
             return await self._flight.run(lambda: self._discover(care), thorough=care)
 
     async def cached(self) -> DiscoveryResult | None:
         """What is known without looking: the last result, else the registry's, marked ``stale``; or None."""
-        if self._last is not None:
-            return self._aged(self._last)
+        if (last := self._standing.last()) is not None:
+            return last
         await self._memory.load()
         return self._memory.stale()
 
@@ -164,51 +185,79 @@ class GPUDiscoveryService:
         period = self._period(interval)
         stop = self._stop = self._stop or asyncio.Event()
         known: DiscoveryResult | None = None
-        while not stop.is_set():
-            try:
-                result = await self._poll()
-            except BackendClosed:
-                if stop.is_set():
-                    return
-                raise
-            if known is None or diff(known, result):
-                yield result
-            known = settled(known, result)
-            try:
-                async with asyncio.timeout(period):
-                    await stop.wait()
-            except TimeoutError:
-                continue
+        self._watching += 1
+        try:
+            while not stop.is_set():
+                try:
+                    result = await self._poll()
+                except BackendClosed:
+                    if stop.is_set():
+                        return
+                    raise
+                if known is None or diff(known, result):
+                    yield result
+                known = settled(known, result)
+                if not stop.is_set():
+                    await self._pace.rest(period)
+        finally:
+            self._watching -= 1
 
     def subscribe(self, interval: float | None = None, *, max_events: int = 1024) -> Subscription:
         """An async iterator of :class:`~gpurt.discovery.events.DeviceEvent`.
 
-        Begins with a ``snapshot``: of what was known before (the registry's may be ``stale``), else of the first
-        answer. Then come changes. A subscriber
-        that leaves more than ``max_events`` unread gets a new snapshot instead of them.
+        Begins with a ``snapshot``: at once of what was known before (the registry's may be ``stale``), else of the
+        first answer, and where that takes long, of a ``preview`` before it. Then come changes. A subscriber that
+        leaves more than ``max_events`` unread gets a new snapshot instead of them.
         """
         if max_events < 1:
             raise ValueError(f"max_events must be positive, not {max_events}")
         period = self._period(interval)
 
-        def seconds_to_poll() -> float:
-            return 0.0 if self._probed_at is None else self._probed_at + period - self._clock()
-
-        subscription = Subscription(self._poll, seconds_to_poll, lambda: self._told, max_events)
-        if self._told is not None:
-            subscription.publish((), since=self._told)
-        self._subscriptions.add(subscription)
+        subscription = Subscription(
+            self._poll, lambda: self._pace.seconds_left(period), lambda: self._audience.told, max_events
+        )
+        self._audience.add(subscription)
         return subscription
+
+    async def load(self) -> None:
+        """Read what the registry remembers, health included; does nothing when that has been done.
+
+        Raises:
+            GPUError: an environment variable has a value that is not allowed.
+        """
+        await self._memory.load()
+
+    def look_soon(self, *, verify: bool = False) -> None:
+        """Something has changed: whoever watches or subscribes looks up now instead of at the next interval.
+
+        Args:
+            verify: believe nothing that was verified before, as after the machine has slept.
+        """
+        self._pace.want(Care.VERIFY if verify else Care.ASK)
+        self._audience.wake()
+
+    def take_health(self, transition: Transition) -> None:
+        """Tell subscribers at once what :attr:`health` has come to believe of a device. On the event loop."""
+        self._standing.took_health(transition)
+        if transition.state is not DeviceState.HEALTHY:
+            # What else is wrong with it, and whether others are concerned, a look-up tells; it also writes the file.
+            self.look_soon()
 
     async def shutdown(self) -> None:
         """Kill running probes and end all iterators. Idempotent; takes under one second."""
+        began = time.monotonic()
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-        for subscription in tuple(self._subscriptions):
-            subscription.close()
-        self._subscriptions.clear()
+        self._watcher.close()
+        self._pace.wake()
+        self._audience.close()
         await self._flight.stop(SHUTDOWN_WAIT_S)
+        try:
+            async with asyncio.timeout(max(SHUTDOWN_WAIT_S - (time.monotonic() - began), 0.0)):
+                await self._memory.save_health()
+        except TimeoutError:
+            _log.warning("the registry %s does not know the last changes of health", self._memory.file.path)
 
     async def __aenter__(self) -> Self:
         return self
@@ -219,82 +268,40 @@ class GPUDiscoveryService:
         await self.shutdown()
 
     async def _poll(self) -> DiscoveryResult:
-        return await self._flight.run(lambda: self._discover(Care.POLL), thorough=Care.POLL)
+        self._watcher.start()
+        care = self._pace.care
+        with self._previews.wanted(self._audience.preview):
+            return await self._flight.run(lambda: self._discover(care), thorough=care)
 
     async def _discover(self, care: Care) -> DiscoveryResult:
-        patient = care is Care.POLL
+        self._pace.begin(care)
         try:
             await self._memory.load()
-            if self._given is not None:
-                if self._told is None:
-                    self._previews.begin((self._given.name,), self._memory.stale())
-                deadline = self._probe_timeout or USUAL_S
-                answers = {self._given.name: await self._given.ask(deadline, self._env(), patient=patient)}
-            else:
-                answers = await self._ask_all(care)
+            answers = await self._lookup.ask(care, first=self._audience.told is None)
+            merged = merge(
+                [answer.devices for answer in answers.by_backend.values()],
+                priority=tuple(answers.by_backend),
+                hidden=frozenset[str]().union(*(answer.hidden for answer in answers.by_backend.values())),
+            )
+            known = self._standing.seen
+            devices = await self._budget.apply(recognised(merged, known.devices if known else ()), self._env())
         finally:
             self._previews.end()
-            self._probed_at = self._clock()
-        before = self._told or self._memory.remembered
-        result = summarize(
-            merge(
-                [answer.devices for answer in answers.values()],
-                priority=tuple(answers),
-                hidden=frozenset[str]().union(*(answer.hidden for answer in answers.values())),
-            ),
-            [answer.report for answer in answers.values()],
-            registry=str(self._memory.file.path),
-        )
-        result = carry_over(before, result)
-        changed = self._tell(before, result)
-        persisted = self._last.persisted if self._last else False
-        if changed or not patient or not persisted or self._memory.unsaved:
+            self._pace.ended()
+        reports = [answer.report for answer in answers.by_backend.values()]
+        seen = summarize(devices, reports, registry=str(self._memory.file.path))
+        persisted = self._standing.persisted
+        result, changed = self._standing.found(seen, answers.asked)
+        if changed or care is not Care.POLL or not persisted or self._memory.unsaved:
             # Nobody who waits for the devices should be told late because a disk is slow: events are out already.
             persisted = await self._memory.store(result)
-        measured = self._memory.topology(result.devices)
-        result = result.model_copy(update={"persisted": persisted, "topology": measured})
-        self._last, self._last_at = result, self._clock()
-        return self._last
+        return self._standing.stored(persisted)
 
-    async def _ask_all(self, care: Care) -> dict[str, BackendAnswer]:
-        """Answers by backend, the preferred one first."""
-        memory = self._memory
-        names = self._backends or await backend_names(self._platform, self._env())
-        if self._told is None:
-            self._previews.begin(names, memory.stale())
-        marks = await self._survey.marks(names)
-        if care is Care.VERIFY:
-            await memory.doubt(names)
-        patient = care is Care.POLL
-        waiting = {
-            name: memory.answers[name]
-            for name in names
-            if patient and name in memory.answers and not memory.backoff.is_due(name, marks[name])
-        }
-        deadlines = {name: self._deadline(name) for name in names if name not in waiting}
-        asked = await self._survey.ask(deadlines, self._env(), frozenset(memory.verified), memory.known, self._previews)
-        memory.learn(asked, marks)
-        return {name: waiting.get(name) or asked[name] for name in names}
+    def _changed(self, causes: frozenset[Cause]) -> None:
+        self.look_soon(verify=Cause.RESUMED in causes)
 
-    def _tell(self, before: DiscoveryResult | None, result: DiscoveryResult) -> bool:
-        """Give subscribers the difference; whether there was one."""
-        now = self._clock()
-        hold = self._memory_told_at is not None and now - self._memory_told_at < MINOR_EVENTS_S
-        events = diff(before, result, reason=self._memory.recovered_from)
-        if hold:
-            events = tuple(event for event in events if event.type is not EventType.MEMORY)
-        elif any(event.type is EventType.MEMORY for event in events):
-            self._memory_told_at = now
-        self._told = settled(before, result, hold_memory=hold)
-        for subscription in tuple(self._subscriptions):
-            subscription.publish(events, since=before)
-        return bool(events)
-
-    def _deadline(self, name: str) -> float:
-        if self._probe_timeout is not None:
-            return self._probe_timeout
-        known = self._memory.answers.get(name)
-        return deadline_for(known.report if known else None)
+    def _has_listeners(self) -> bool:
+        return bool(self._watching or self._audience)
 
     def _period(self, interval: float | None) -> float:
         period = self._interval if interval is None else interval
@@ -304,6 +311,3 @@ class GPUDiscoveryService:
 
     def _env(self) -> Mapping[str, str]:
         return os.environ if self._environ is None else self._environ
-
-    def _aged(self, result: DiscoveryResult) -> DiscoveryResult:
-        return result.model_copy(update={"age_s": max(self._clock() - self._last_at, 0.0)})

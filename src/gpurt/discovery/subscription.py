@@ -36,6 +36,7 @@ class Subscription:
         self._overflowed = False
         self._closed = False
         self._wake: asyncio.Event | None = None
+        self._looking: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -52,8 +53,13 @@ class Subscription:
                 raise StopAsyncIteration
             await self._wait()
 
-    def publish(self, events: Sequence[DeviceEvent], *, since: DiscoveryResult | None) -> None:
-        """Hand over ``events``, which happened after ``since``. On the event loop."""
+    def publish(self, events: Sequence[DeviceEvent], *, since: DiscoveryResult | None, at_once: bool = True) -> None:
+        """Hand over ``events``, which happened after ``since``. On the event loop.
+
+        Args:
+            at_once: False: who waits for a look-up of its own gets them when that has ended, and the registry knows
+                them, too.
+        """
         if not self._greeted and since is not None:
             events = (DeviceEvent(type=EventType.SNAPSHOT, snapshot=since), *events)
         self._greeted = True
@@ -61,30 +67,46 @@ class Subscription:
             self._overflowed = True
         else:
             self._events.extend(events)
-        if self._wake is not None:
-            self._wake.set()
+        if at_once or self._looking is None:
+            self.wake()
 
     def close(self) -> None:
         """End the iteration after what is queued."""
         self._closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits here looks whether a look-up is due. On the event loop."""
         if self._wake is not None:
             self._wake.set()
 
     async def _wait(self) -> None:
         """Until there may be something to read; looks devices up when it is time."""
         delay = self._seconds_to_poll()
-        if delay <= 0:
-            try:
-                await self._poll()
-            except BackendClosed:
-                if not self._closed:
-                    raise
+        if self._looking is None and delay <= 0:
+            self._looking = asyncio.ensure_future(self._look())
+        if self._looking is not None and self._looking.done():
+            looked, self._looking = self._looking, None
+            looked.result()
             return
         self._wake = asyncio.Event()
+        woken = asyncio.ensure_future(self._wake.wait())
         try:
-            async with asyncio.timeout(delay):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+            # A look-up may take as long as its slowest backend, and there may be something to tell before that.
+            waited = {woken} if self._looking is None else {woken, self._looking}
+            await asyncio.wait(waited, timeout=None if self._looking else delay, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+            raise
         finally:
+            woken.cancel()
             self._wake = None
+
+    async def _look(self) -> None:
+        try:
+            await self._poll()
+        except BackendClosed:
+            if not self._closed:
+                raise

@@ -13,9 +13,10 @@ from typing import Final, Protocol
 
 from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
+from gpurt.discovery.conversation import Sighted
 from gpurt.discovery.gate import PCI_VENDORS, gate
 from gpurt.discovery.in_place import InPlaceProber
-from gpurt.discovery.probe import Sighted, has_child_processes
+from gpurt.discovery.probe import has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
@@ -23,8 +24,9 @@ from gpurt.factory import PLATFORM_BACKEND_PRIORITY
 from gpurt.offload import off_loop
 from gpurt.platforms import Platform
 from gpurt.settings import SelectionSettings
-from gpurt.sources.pci import has_pci_vendor
+from gpurt.sources.pci import NVIDIA, has_pci_vendor
 from gpurt.types import GPUDevice
+from gpurt.visibility.variables import CUDA_VISIBLE_DEVICES
 
 PLUGIN_LOAD_DEADLINE_S: Final = 5.0
 """Plug-ins are only loaded here to learn their priorities, and only where there are two or more."""
@@ -100,7 +102,9 @@ class Survey:
             progress: told of what is known before all have answered.
         """
         registered = _registered_names()
-        refused = await off_loop("gate", lambda: self._gate([name for name in deadlines if name not in registered]))
+        refused = await off_loop(
+            "gate", lambda: self._gate([name for name in deadlines if name not in registered], environ)
+        )
         if progress is not None:
             for name in refused:
                 progress.answered(name, unavailable(name, refused[name], self._platform))
@@ -129,8 +133,8 @@ class Survey:
 
         return await off_loop("installed", read)
 
-    def _gate(self, names: Sequence[str]) -> dict[str, Failure]:
-        found = ((name, gate(name, platform=self._platform, root=self._root)) for name in names)
+    def _gate(self, names: Sequence[str], environ: Mapping[str, str]) -> dict[str, Failure]:
+        found = ((name, gate(name, platform=self._platform, root=self._root, environ=environ)) for name in names)
         return {name: failure for name, failure in found if failure is not None}
 
     async def _probe(
@@ -159,13 +163,18 @@ class Survey:
         on_bus = None
         if outcome.failure is not None:
             _log.info("backend %s: %s: %s", name, outcome.failure.reason, outcome.failure.message)
-            vendor = PCI_VENDORS.get(name)
-            if vendor is not None:
-                on_bus = await off_loop("pci", lambda: has_pci_vendor(self._root, vendor))
-        answer = assemble(name, outcome, environ=environ, platform=self._platform, on_bus=on_bus)
+            on_bus = await self._has_vendor(PCI_VENDORS.get(name))
+        # HIP obeys CUDA's variable, but where there is a card of NVIDIA's nobody has meant AMD's by it.
+        ambiguous = name == "rocm" and CUDA_VISIBLE_DEVICES in environ and bool(outcome.sighted)
+        nvidia = ambiguous and await self._has_vendor(NVIDIA) is True
+        answer = assemble(name, outcome, environ=environ, platform=self._platform, on_bus=on_bus, nvidia_present=nvidia)
         if unchanged:
             return replace(answer, unchanged=outcome.failure is None)
         return replace(answer, remember=worth_remembering(name, outcome, answer))
+
+    async def _has_vendor(self, vendor: str | None) -> bool | None:
+        """Whether the PCI bus shows a device of that vendor; None when nobody knows, or of no vendor."""
+        return None if vendor is None else await off_loop("pci", lambda: has_pci_vendor(self._root, vendor))
 
 
 async def _recall(name: str, outcome: ProbeOutcome, remembered: Sequence[Remembered]) -> ProbeOutcome:

@@ -7,13 +7,15 @@ the probe cannot be trusted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from gpurt.errors import ReasonCode
 
 if TYPE_CHECKING:
-    from gpurt.discovery.line import ProbeLine
+    from gpurt.discovery.line import ProbeLine, Sighting
     from gpurt.types import GPUDevice
 
 MAX_ANSWER_BYTES: Final = 4 << 20
@@ -36,8 +38,12 @@ class ProbeOutcome:
     """What came of one probe. Exactly one of ``verified``, ``unchanged`` and ``failure`` is set."""
 
     sighted: tuple[GPUDevice, ...] = ()
-    """Shown by the management library (NVML), whether the backend's own library can use them or not."""
+    """Shown by the system and its management libraries, whether the backend's own library can use them or not."""
+    about: Mapping[str, Sighting] = field(default_factory=lambda: MappingProxyType({}))
+    """By ``device_id`` of sighted devices: what visibility variables need to know."""
     sighting_failure: Failure | None = None
+    note: str = ""
+    """What people should know besides the sighted devices."""
     opened: tuple[GPUDevice, ...] = ()
     verified: tuple[GPUDevice, ...] | None = None
     unchanged: bool = False
@@ -54,6 +60,8 @@ class Transcript:
     def __init__(self) -> None:
         self._sighted: tuple[GPUDevice, ...] = ()
         self._sighting_failure: Failure | None = None
+        self._about: Mapping[str, Sighting] = MappingProxyType({})
+        self._note = ""
         self._opened: tuple[GPUDevice, ...] = ()
         self._verified: tuple[GPUDevice, ...] | None = None
         self.unchanged = False
@@ -70,7 +78,7 @@ class Transcript:
 
     @property
     def sighted(self) -> tuple[GPUDevice, ...]:
-        """Devices that the management library has shown so far."""
+        """Devices that have been sighted so far."""
         return self._sighted
 
     def add(self, line: ProbeLine) -> None:
@@ -80,7 +88,8 @@ class Transcript:
             case "doing":
                 self.doing = line.message
             case "sighted":
-                self._sighted, self._sighting_failure = line.devices, failure
+                self._sighted, self._sighting_failure, self._about = line.devices, failure, line.about
+                self._note = line.message if failure is None else ""
             case "opened":
                 self._opened = line.devices
             case "verified":
@@ -99,7 +108,9 @@ class Transcript:
             raise ValueError("the probe has not ended")
         return ProbeOutcome(
             sighted=self._sighted,
+            about=self._about,
             sighting_failure=self._sighting_failure,
+            note=self._note,
             opened=self._opened,
             verified=self._verified,
             unchanged=self.unchanged,

@@ -19,21 +19,19 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpurt.errors import BackendClosed, BackendUnavailable, DeviceNotFound, ReasonCode
-from gpurt.identity import normalize_pci_address
+from gpurt.identity import normalize_pci_address, normalize_uuid
 from gpurt.sources.condition import DeviceCondition
 from gpurt.sources.nvml_condition import NvmlProcesses, read_condition, read_processes
 from gpurt.sources.nvml_device import (
-    GPU_IS_LOST,
-    FieldReader,
     NvmlDevice,
     NvmlPartition,
     describe_device,
     describe_error,
-    error_code,
     error_state,
     read_telemetry,
 )
 from gpurt.sources.nvml_errors import device_lost, reason_of_no_handle, unavailable
+from gpurt.sources.nvml_fields import GPU_IS_LOST, FieldReader, error_code
 from gpurt.types import Telemetry
 
 __all__ = ["NvmlDevice", "NvmlPartition", "NvmlSession", "open_session"]
@@ -141,10 +139,11 @@ class NvmlSession:
             return tuple(found)
 
     def telemetry(self, pci_address: str, root: Path = Path("/")) -> Telemetry:
-        """One reading of the GPU at a PCI address (any spelling). What cannot be read is None with its reason.
+        """One reading of the GPU at a PCI address (any spelling), or, where a GPU has none, of a UUID. What cannot be
+        read is None with its reason.
 
         Raises:
-            DeviceNotFound: not an address, or no NVIDIA GPU there. DeviceLost: it has fallen off the bus.
+            DeviceNotFound: neither of them, or no NVIDIA GPU there. DeviceLost: it has fallen off the bus.
             BackendClosed: after ``close``.
         """
         return self._ask(
@@ -167,14 +166,18 @@ class NvmlSession:
         self, pci_address: str, read: Callable[[FieldReader, Any], _Answer], nothing: Callable[[str], _Answer]
     ) -> _Answer:
         """What ``read`` makes of one GPU's handle, or ``nothing`` with the reason why there is no handle."""
-        address = normalize_pci_address(pci_address)
+        address, uuid = normalize_pci_address(pci_address), None
         if address is None:
-            raise DeviceNotFound(f"{pci_address!r} is not a PCI address", operation="NVML telemetry")
+            uuid = address = normalize_uuid(pci_address) if "-" in pci_address else None
+        if address is None:
+            raise DeviceNotFound(f"{pci_address!r} is neither a PCI address nor a UUID", operation="NVML telemetry")
         with self._use() as library:
             fields = FieldReader(library.nvml)
             handle = library.handles.get(address)
-            if handle is None:
+            if handle is None and uuid is None:
                 handle = fields.read("handle", "nvmlDeviceGetHandleByPciBusId", address.encode())
+            elif handle is None:
+                handle = _handle_of_uuid(fields, uuid)
             if handle is None:
                 return nothing(reason_of_no_handle(address, fields))
             reading = read(fields, handle)
@@ -214,6 +217,18 @@ class NvmlSession:
         finally:
             with _lock:
                 _release(library)
+
+
+def _handle_of_uuid(fields: FieldReader, uuid: str | None) -> Any:
+    """By comparing: NVML's own look-up wants the UUID as each driver writes it."""
+    for index in range(fields.number("handle", 0, _MAX_DEVICES, "nvmlDeviceGetCount") or 0):
+        handle = fields.read("handle", "nvmlDeviceGetHandleByIndex", index)
+        if handle is not None and normalize_uuid(fields.text("handle", "nvmlDeviceGetUUID", handle)) == uuid:
+            fields.unavailable.pop("handle", None)
+            return handle
+    if fields.lost is None and "handle" not in fields.unavailable:
+        raise DeviceNotFound(f"no NVIDIA GPU has the UUID {uuid}", operation="NVML telemetry")
+    return None
 
 
 def _acquire() -> _Library:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpurt.sources.condition import DeviceCondition, RecoveryAction, Throttle
-from gpurt.sources.nvml_device import FieldReader
+from gpurt.sources.nvml_fields import FieldReader
 
 # nvml.h: nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlTemperatureThresholds_t, nvmlEnableState_t, field ids
 _CORRECTED, _UNCORRECTED, _VOLATILE, _AGGREGATE = 0, 1, 0, 1

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU read field by field through NVML: a call that fails costs its field and leaves the reason.
+"""One NVIDIA GPU through NVML: what it is, and one reading of its sensors.
 
 Internal to :mod:`gpurt.sources.nvml`, which owns the library; nothing here initialises it.
 """
@@ -12,21 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from gpurt.identity import normalize_pci_address, normalize_uuid
+from gpurt.sources.board import board_name, gpu_zone_temperature_c
 from gpurt.sources.host_identity import pci_numa_node
-from gpurt.sources.host_memory import memory_budget
+from gpurt.sources.nvml_fields import GPU_IS_LOST, IN_A_PROCESSOR, RESET_REQUIRED, FieldReader, error_code
 from gpurt.types import DeviceState, Telemetry
 
 _log = logging.getLogger("gpurt.sources.nvml")
 
-# nvmlReturn_t of nvml.h
-NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 3, 4, 13, 15, 16
-ARGUMENT_VERSION_MISMATCH = 25
-
-_REASONS = {NOT_SUPPORTED: "unsupported", FUNCTION_NOT_FOUND: "unsupported", ARGUMENT_VERSION_MISMATCH: "unsupported"}
-_REASONS[NO_PERMISSION] = "no_permission"
-
-_MEMORY_V2 = 0x02000028  # nvmlMemory_v2 of nvml.h
-_MEMORY_FIELDS = ("memory_total_bytes", "memory_free_bytes", "memory_used_bytes", "memory_reserved_bytes")
 _CLOCK_SM, _CLOCK_MEM, _TEMPERATURE_GPU = 1, 2, 0
 
 # CUDA C++ Programming Guide, throughput of 32-bit floating-point instructions: lanes of one multiprocessor.
@@ -69,6 +61,8 @@ class NvmlDevice:
     """``memory_used_bytes`` contains the driver's own part: this driver cannot tell them apart."""
     unified_memory: bool = False
     """The GPU has no memory of its own: the figures are the host's."""
+    memory_reported_bytes: int | None = None
+    """What NVML calls the total of such a GPU, where it says anything: a part of what it can really use."""
     compute_capability: str | None = None
     core_count: int | None = None
     multiprocessor_count: int | None = None
@@ -83,109 +77,6 @@ class NvmlDevice:
     unavailable: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    total: int | None = None
-    free: int | None = None
-    used: int | None = None
-    reserved: int | None = None
-    includes_reserved: bool = False
-    unified: bool = False
-
-
-def error_code(exc: BaseException) -> int | None:
-    """NVML's return code, or None for an exception that is not NVML's."""
-    value = getattr(exc, "value", None)
-    return value if isinstance(value, int) else None
-
-
-class FieldReader:
-    """Calls functions of the ``pynvml`` module by name and keeps the reason of each field that stays empty.
-
-    Attributes:
-        unavailable: field name to reason.
-        error: the exception of the last call that failed.
-        lost: the exception that said "GPU is lost"; no call is made after it.
-    """
-
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
-        self.unavailable: dict[str, str] = {}
-        self.error: Exception | None = None
-        self.lost: Exception | None = None
-
-    def read(self, name: str, function: str, *args: Any) -> Any:
-        """What the function returns, or None."""
-        if self.lost is not None:
-            self.unavailable[name] = "error"
-            return None
-        try:
-            return getattr(self._nvml, function)(*args)
-        except Exception as exc:  # also what modules that only look like nvidia-ml-py raise
-            code = error_code(exc)
-            if code == GPU_IS_LOST:
-                self.lost = exc
-            missing = isinstance(exc, AttributeError | TypeError)
-            self.unavailable[name] = "unsupported" if missing else _REASONS.get(code or 0, "error")
-            self.error = exc
-            _log.debug("%s failed: %s", function, exc)
-            return None
-
-    def text(self, name: str, function: str, *args: Any) -> str | None:
-        """Text; modules up to 11.4 return bytes."""
-        value = self.read(name, function, *args)
-        if isinstance(value, bytes):
-            value = value.decode(errors="replace")
-        return value or None
-
-    def number(self, name: str, low: int, high: int, function: str, *args: Any) -> int | None:
-        """An integer within ``low`` and ``high``. What cannot be is no value, and never clamped to one; that takes in
-        NVML's marks for "not available", the largest unsigned int and unsigned long long."""
-        return self.checked(name, self.read(name, function, *args), low, high)
-
-    def checked(self, name: str, value: int | None, low: int, high: int) -> int | None:
-        if value is not None and not low <= value <= high:
-            self.unavailable[name] = "invalid"
-            return None
-        return value
-
-    def memory(self, handle: Any, root: Path) -> _Memory:
-        """Memory figures by version 2, else by version 1; the host's where the GPU shares the host's memory."""
-        memory = self._device_memory(handle)
-        unsupported = self.error is not None and error_code(self.error) == NOT_SUPPORTED
-        if memory is None and unsupported and self.unavailable.get("memory") == "unsupported":
-            # GB10, Jetson and their like: one memory for CPU and GPU, which NVML does not report.
-            host = memory_budget(root)
-            memory = _Memory(host.total_bytes, host.usable_bytes, host.total_bytes - host.usable_bytes, unified=True)
-            del self.unavailable["memory"]
-        memory = memory or _Memory()
-        reason = self.unavailable.pop("memory", "unsupported")
-        values = (memory.total, memory.free, memory.used, memory.reserved)
-        for name, value in zip(_MEMORY_FIELDS, values, strict=True):
-            if value is None:
-                self.unavailable.setdefault(name, reason)
-        return memory
-
-    def _device_memory(self, handle: Any) -> _Memory | None:
-        version = getattr(self._nvml, "nvmlMemory_v2", _MEMORY_V2)
-        info, includes_reserved = self.read("memory", "nvmlDeviceGetMemoryInfo", handle, version), False
-        if info is None:
-            info, includes_reserved = self.read("memory", "nvmlDeviceGetMemoryInfo", handle), True
-        if info is None:
-            return None
-        self.unavailable.pop("memory", None)
-        total = self.checked("memory", int(info.total), 1, 2**62)
-        if total is None:
-            return None
-        return _Memory(
-            total,
-            self.checked("memory_free_bytes", int(info.free), 0, total),
-            self.checked("memory_used_bytes", int(info.used), 0, total),
-            None if includes_reserved else self.checked("memory_reserved_bytes", int(info.reserved), 0, total),
-            includes_reserved=includes_reserved,
-        )
-
-
 def describe_device(nvml: Any, index: int, handle: Any, root: Path, mig_modes: MutableMapping[str, bool]) -> NvmlDevice:
     """Everything that does not change from second to second, and memory. Never raises for the device's sake.
 
@@ -196,16 +87,19 @@ def describe_device(nvml: Any, index: int, handle: Any, root: Path, mig_modes: M
     uuid = normalize_uuid(fields.text("uuid", "nvmlDeviceGetUUID", handle))
     pci = fields.read("pci_address", "nvmlDeviceGetPciInfo", handle)
     address = normalize_pci_address(getattr(pci, "busId", None))
-    capability = fields.read("compute_capability", "nvmlDeviceGetCudaComputeCapability", handle)
-    compute_capability = f"{capability[0]}.{capability[1]}" if capability else None
-    memory = fields.memory(handle, root)
+    compute_capability = fields.compute_capability(handle)
+    memory = fields.memory(handle, root, compute_capability)
     cores = fields.number("core_count", 1, 2**24, "nvmlDeviceGetNumGpuCores", handle)
     lanes = _CORES_PER_MULTIPROCESSOR.get(compute_capability or "")
     max_clock = fields.number("max_clock_mhz", 1, 100_000, "nvmlDeviceGetMaxClockInfo", handle, _CLOCK_SM)
     state, reason = _health(fields, handle)
+    is_cut = _mig(fields, handle, uuid, mig_modes)
+    parts = _partitions(nvml, fields, handle, root, compute_capability) if is_cut else ()
+    board = board_name(root) if compute_capability in IN_A_PROCESSOR else None
     return NvmlDevice(
         index=index,
-        name=name,
+        # "Orin (nvgpu)" says little.
+        name=name if board is None else f"{board}, {name}" if name else board,
         uuid=uuid,
         pci_address=address,
         memory_total_bytes=memory.total,
@@ -214,13 +108,14 @@ def describe_device(nvml: Any, index: int, handle: Any, root: Path, mig_modes: M
         memory_reserved_bytes=memory.reserved,
         includes_reserved=memory.includes_reserved,
         unified_memory=memory.unified,
+        memory_reported_bytes=memory.reported,
         compute_capability=compute_capability,
         core_count=cores,
         multiprocessor_count=cores // lanes if cores and lanes else None,
         max_clock_mhz=max_clock,
         memory_bandwidth_gbps=_bandwidth(fields, handle),
         numa_node=pci_numa_node(address, root) if address else None,
-        partitions=_partitions(nvml, fields, handle, root) if _mig(fields, handle, uuid, mig_modes) else (),
+        partitions=parts,
         # Last, because any of the calls above may be the one that finds out.
         state=state if fields.lost is None else DeviceState.LOST,
         reason=reason if fields.lost is None else describe_error(fields.lost),
@@ -230,11 +125,17 @@ def describe_device(nvml: Any, index: int, handle: Any, root: Path, mig_modes: M
 
 def read_telemetry(fields: FieldReader, handle: Any, root: Path) -> Telemetry:
     """One reading; ``fields.lost`` is set afterwards if the GPU turned out to be gone."""
-    memory = fields.memory(handle, root)
+    capability = fields.compute_capability(handle)
+    fields.unavailable.pop("compute_capability", None)  # not a metric
+    memory = fields.memory(handle, root, capability)
     raw_temperature = fields.read("temperature_c", "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
     if raw_temperature is not None and 2**31 <= raw_temperature < 2**32 - 1:
         raw_temperature -= 2**32  # the binding reads a signed value as unsigned; -1 means "not available"
-    temperature = fields.checked("temperature_c", raw_temperature, -50, 250)
+    temperature: float | None = fields.checked("temperature_c", raw_temperature, -50, 250)
+    if temperature is None and capability in IN_A_PROCESSOR and fields.unavailable["temperature_c"] == "unsupported":
+        temperature = gpu_zone_temperature_c(root)
+        if temperature is not None:
+            del fields.unavailable["temperature_c"]
     milliwatt = fields.number("power_w", 0, 2**31 - 1, "nvmlDeviceGetPowerUsage", handle)
     clock = fields.number("clock_mhz", 0, 100_000, "nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
     rates = fields.read("utilization_percent", "nvmlDeviceGetUtilizationRates", handle)
@@ -296,7 +197,9 @@ def _mig(fields: FieldReader, handle: Any, uuid: str | None, modes: MutableMappi
     return on
 
 
-def _partitions(nvml: Any, fields: FieldReader, handle: Any, root: Path) -> tuple[NvmlPartition, ...]:
+def _partitions(
+    nvml: Any, fields: FieldReader, handle: Any, root: Path, capability: str | None
+) -> tuple[NvmlPartition, ...]:
     found: list[NvmlPartition] = []
     for index in range(fields.number("partitions", 0, 64, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         try:
@@ -308,7 +211,7 @@ def _partitions(nvml: Any, fields: FieldReader, handle: Any, root: Path) -> tupl
         gpu_instance = own.read("partition", "nvmlDeviceGetGpuInstanceId", part)
         compute_instance = own.read("partition", "nvmlDeviceGetComputeInstanceId", part)
         attributes = own.read("multiprocessor_count", "nvmlDeviceGetAttributes", part)
-        memory = own.memory(part, root)
+        memory = own.memory(part, root, capability)
         known = gpu_instance is not None and compute_instance is not None
         found.append(
             NvmlPartition(

@@ -6,9 +6,13 @@ Internal to :mod:`gpurt.sources.nvml`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
 
 from gpurt.errors import BackendUnavailable, DeviceLost, DeviceNotFound, ReasonCode
-from gpurt.sources.nvml_device import GPU_IS_LOST, NO_PERMISSION, FieldReader, error_code
+from gpurt.sources.nvml_fields import GPU_IS_LOST, NO_PERMISSION, FieldReader, error_code
+
+_DEV: Final = Path("/dev")
 
 _INVALID_ARGUMENT, _NOT_FOUND, _GPU_NOT_FOUND = 2, 6, 28  # nvmlReturn_t of nvml.h
 
@@ -46,9 +50,11 @@ _UNAVAILABLE: Mapping[int, tuple[ReasonCode, str, str | None]] = {
 
 
 def unavailable(exc: BaseException, operation: str) -> BackendUnavailable:
-    """Why NVML cannot be used at all."""
+    """Why NVML cannot be used at all. Looks into ``/dev``: cards whose device nodes are there are not absent."""
     code = error_code(exc)
     reason, message, hint = _UNAVAILABLE.get(code or 0, (ReasonCode.ERROR, f"NVML failed: {exc}", None))
+    if reason not in (ReasonCode.NO_DEVICE, ReasonCode.NO_PERMISSION) and (nodes := card_nodes(_DEV)):
+        message += f", although the device nodes of its GPUs are there: {', '.join(nodes)}"
     return BackendUnavailable(message, reason=reason, backend="nvml", operation=operation, code=code, hint=hint)
 
 
@@ -74,3 +80,10 @@ def reason_of_no_handle(address: str, fields: FieldReader) -> str:
     if code in (_INVALID_ARGUMENT, _NOT_FOUND, _GPU_NOT_FOUND):
         raise DeviceNotFound(f"no NVIDIA GPU at {address}", operation="NVML telemetry", code=code) from fields.error
     return fields.unavailable["handle"]
+
+
+def card_nodes(dev: Path) -> tuple[str, ...]:
+    """Nodes of NVIDIA's cards in ``dev``, as ``/dev/nvidia0``. Opens none."""
+    names = (node.name for node in dev.glob("nvidia[0-9]*"))
+    numbers = sorted(int(name[6:]) for name in names if name[6:].isdecimal())
+    return tuple(f"/dev/nvidia{number}" for number in numbers)

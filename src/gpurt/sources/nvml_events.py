@@ -18,7 +18,7 @@ from gpurt.errors import Unsupported
 from gpurt.identity import normalize_pci_address
 from gpurt.lane import Lane
 from gpurt.sources.nvml import NvmlSession, open_session
-from gpurt.sources.nvml_device import FieldReader, error_code
+from gpurt.sources.nvml_fields import FieldReader, error_code
 
 _log = logging.getLogger("gpurt.sources.nvml")
 

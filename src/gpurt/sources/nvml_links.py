@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpurt.identity import normalize_pci_address
 from gpurt.sources.nvml import open_session
-from gpurt.sources.nvml_device import FieldReader
+from gpurt.sources.nvml_fields import FieldReader
 
 # nvml.h: nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t, nvmlIntNvLinkDeviceType_t
 _P2P_NVLINK, _P2P_OK = 2, 0

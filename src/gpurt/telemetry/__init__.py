@@ -5,6 +5,7 @@ from gpurt.telemetry.changes import Aspect, TelemetryChange, Thresholds
 from gpurt.telemetry.collector import TelemetryCollector
 from gpurt.telemetry.feed import ChangeFeed
 from gpurt.telemetry.history import WindowStats
+from gpurt.telemetry.host import host_reader
 from gpurt.telemetry.monitoring import GPUMonitoringService
 from gpurt.telemetry.readers import BlockingReader, NvmlReader, Read, backend_reader, with_fallback
 from gpurt.telemetry.reading import METRICS, RawReading, Reading, Sample
@@ -32,6 +33,7 @@ __all__ = [
     "Thresholds",
     "WindowStats",
     "backend_reader",
+    "host_reader",
     "wait_for_memory",
     "with_fallback",
 ]

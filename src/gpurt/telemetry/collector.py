@@ -79,7 +79,7 @@ class TelemetryCollector:
         self._min_interval_s = min_interval_s
         self._history = history
         self._on_sample = on_sample
-        self._clock, self._sleep = clock, sleep
+        self.clock, self._sleep = clock, sleep
         self._feeds: list[ChangeFeed] = []
         self._values_told_at: float | None = None
         self._channels = {key: _Channel(key, read, history) for key, read in readers.items()}
@@ -119,7 +119,7 @@ class TelemetryCollector:
         Raises:
             DeviceNotFound.
         """
-        channel, now = self._channel(device_id), self._clock()
+        channel, now = self._channel(device_id), self.clock()
         if channel.sample is None:
             return {name: Reading(None, metric.unit, float("inf"), "stale") for name, metric in METRICS.items()}
         return {name: channel.sample.reading(name, now, self.stale_after_s) for name in METRICS}
@@ -150,9 +150,9 @@ class TelemetryCollector:
         """Poll until cancelled; on the way out, questions in flight are dropped."""
         try:
             while True:
-                began = self._clock()
+                began = self.clock()
                 await self.poll()
-                await self._sleep(max(0.0, began + self._interval_s - self._clock()))
+                await self._sleep(max(0.0, began + self._interval_s - self.clock()))
         finally:
             self.stop()
 
@@ -162,7 +162,7 @@ class TelemetryCollector:
         Returns the changes that it told to every feed; of polls at the same time, one does. Cancelled, it returns at
         once; questions in flight go on and count when they are answered.
         """
-        now = self._clock()
+        now = self.clock()
         for channel in self._channels.values():
             if channel.task is None:
                 channel.asked_at, channel.late = now, False
@@ -226,7 +226,7 @@ class TelemetryCollector:
             self._on_sample(sample)
 
     def _tell(self) -> tuple[TelemetryChange, ...]:
-        now = self._clock()
+        now = self.clock()
         values_may = self._values_told_at is None or now - self._values_told_at >= self._min_interval_s
         changes: list[TelemetryChange] = []
         for channel in self._channels.values():

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from gpurt.health.evidence import SEVERITY, Evidence
 from gpurt.health.monitor import HealthMonitor, Transition
@@ -21,6 +21,9 @@ from gpurt.telemetry.readers import Read
 from gpurt.telemetry.reading import Sample
 from gpurt.types import DeviceState
 
+_OF_THE_DEVICE: Final = frozenset({DeviceState.DEGRADED, DeviceState.LOST})
+"""States that say more than how it answers."""
+
 _log = logging.getLogger("gpurt.telemetry")
 
 
@@ -31,10 +34,14 @@ class GPUMonitoringService:
         readers: as of :class:`TelemetryCollector`, which also takes ``options``.
         policy: what makes a device unfit for new work.
         thermal_threshold: °C from which on a device gets no new work; over that of ``policy``.
+        health: the monitor that judges, where others observe the same devices; it brings its own policy.
         rules: alerts.
         keys: the stable id of each device, under which its health is kept; default: the device id itself.
         on_alert, on_health: called on the event loop for each alert and each change of state. They must not block, and
             one that raises is logged.
+
+    Raises:
+        ValueError: ``health`` and a policy.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class GPUMonitoringService:
         *,
         policy: HealthPolicy | None = None,
         thermal_threshold: float | None = None,
+        health: HealthMonitor | None = None,
         rules: Sequence[AlertRule] = (),
         keys: Mapping[str, str] | None = None,
         on_alert: Callable[[Alert], None] | None = None,
@@ -51,15 +59,25 @@ class GPUMonitoringService:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         **options: Any,
     ) -> None:
+        if health is not None and (policy is not None or thermal_threshold is not None):
+            raise ValueError("a monitor that is given judges by its own policy")
         policy = policy or HealthPolicy()
         if thermal_threshold is not None:
             policy = replace(policy, thermal_threshold_c=thermal_threshold)
         self.collector = TelemetryCollector(readers, clock=clock, sleep=sleep, on_sample=self._take, **options)
-        self.health = HealthMonitor(policy, clock=clock)
+        self.health = health or HealthMonitor(policy, clock=clock)
         self.alerts = Alerts(rules)
         self._keys = dict(keys or {})
         self._on_alert, self._on_health = on_alert, on_health
         self._clock = clock
+
+    def add(self, device_id: str, read: Read) -> None:
+        """Watch one more device, or read one in another way."""
+        self.collector.add(device_id, read)
+
+    def remove(self, device_id: str) -> None:
+        """Watch a device no longer. What is believed of it stays."""
+        self.collector.remove(device_id)
 
     async def run(self) -> NoReturn:
         """Watch until cancelled."""
@@ -105,6 +123,9 @@ class GPUMonitoringService:
         if sample.contact is not DeviceState.UNRESPONSIVE:
             for alert in self.alerts.judge(sample):
                 self._say(self._on_alert, alert)
+        believed = self.health.verdict(self.key(sample.device_id)).state
+        if sample.contact is DeviceState.HEALTHY and sample.is_empty and believed in _OF_THE_DEVICE:
+            return  # that it answers does not show it to be well
         evidence = Evidence(
             contact=sample.contact,
             contact_reason=sample.contact_reason,

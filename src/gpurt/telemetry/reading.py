@@ -95,6 +95,11 @@ class Sample:
         return Reading(value, unit, age)
 
     @property
+    def is_empty(self) -> bool:
+        """The device answered, and told nothing of itself."""
+        return not self.values and self.condition is None
+
+    @property
     def memory_percent(self) -> float | None:
         """Used share of the memory, or None where used or total is not known."""
         total, used = self.values.get("memory_total_bytes"), self.values.get("memory_used_bytes")

@@ -112,10 +112,17 @@ class SimulatedDriver(Driver):
             self._plugged.append(_Slot(profile, DeviceIdentity(key=key, uuid=key)))
         return key
 
-    def remove(self, index: int) -> None:
-        """Pull a device out: its calls fail as lost from now on, and the next ``open`` no longer shows it."""
+    def remove(self, device: int | str) -> None:
+        """Pull a device out: its calls fail as lost from now on, and the next ``open`` no longer shows it.
+
+        Args:
+            device: its index, or its identity key, which names it also while the driver is closed.
+
+        Raises:
+            LookupError: no such device.
+        """
         with self._lock:
-            slot = self._open[index]
+            slot = self._open[device] if isinstance(device, int) else self._named(device)
             slot.removed = True
             self._plugged.remove(slot)
             self._forget(slot)
@@ -228,6 +235,12 @@ class SimulatedDriver(Driver):
         return DeviceLost if isinstance(exc, SimulatedDeviceLost | MemoryReleased) else super().classify(exc)
 
     # Inside
+
+    def _named(self, key: str) -> _Slot:
+        for slot in self._plugged:
+            if slot.identity.key == key:
+                return slot
+        raise LookupError(f"no simulated device {key}")
 
     def _slot(self, index: int) -> _Slot:
         slot = self._open[index]

@@ -33,15 +33,23 @@ class Candidate:
     """Of an Intel GPU: each counts as a device unless ``ZE_FLAT_DEVICE_HIERARCHY`` is ``COMPOSITE``."""
     model: str | None = None
     """Equal for devices that CUDA cannot tell apart by speed: it counts those by PCI address."""
+    numbered: bool = True
+    """The candidates of its vendor are all here and in the vendor's own order, so that a number in a variable is
+    theirs. Where another interface shows the device, its order is another, and only a name can mean it."""
     ordinals: Mapping[str, int] = field(default_factory=dict[str, int])
     """Numbers that interfaces give the device without any mask, by interface: ``vulkan``, ``amd_opencl``; ``cuda``
     where it is known, which is the fastest first."""
 
 
 def candidate_of(
-    device: GPUDevice, *, parent_uuid: str | None = None, tiles: int = 1, ordinals: Mapping[str, int] | None = None
+    device: GPUDevice,
+    *,
+    parent_uuid: str | None = None,
+    tiles: int = 1,
+    numbered: bool = True,
+    ordinals: Mapping[str, int] | None = None,
 ) -> Candidate:
-    """The candidate that a device record speaks of. ``ordinals``: see :class:`Candidate`."""
+    """The candidate that a device record speaks of. The other arguments: see :class:`Candidate`."""
     identity = device.identity
     return Candidate(
         device_id=device.device_id,
@@ -53,5 +61,6 @@ def candidate_of(
         integrated=device.kind is DeviceKind.INTEGRATED_GPU,
         tiles=tiles,
         model=f"{device.name}/{device.memory_bytes}",
+        numbered=numbered,
         ordinals=ordinals or {},
     )

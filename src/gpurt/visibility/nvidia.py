@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -11,6 +12,8 @@ from gpurt.visibility.outcome import Outcome
 from gpurt.visibility.variables import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 
 PCI_BUS_ID: Final = "PCI_BUS_ID"
+_NUMBER: Final = re.compile(r"\s*\+?[0-9]")
+"""What the first entry of a list of numbers begins with. ``-1`` is none: it ends the list."""
 
 
 def resolve_nvidia(environ: Mapping[str, str], candidates: Sequence[Candidate]) -> Outcome:
@@ -37,6 +40,30 @@ def resolve_nvidia(environ: Mapping[str, str], candidates: Sequence[Candidate]) 
         # Without the variable nobody can tell in which order CUDA counts devices of different models.
         order={"cuda": shown} if counted or value is not None else {},
         warnings=tuple(filter(None, (warning, note))),
+    )
+
+
+def resolve_nvidia_names(environ: Mapping[str, str], candidates: Sequence[Candidate]) -> Outcome:
+    """The same for devices that another interface shows, in an order of its own: numbers say nothing about them."""
+    value = environ.get(CUDA_VISIBLE_DEVICES)
+    everything = tuple(candidate.device_id for candidate in candidates)
+    if value is None or not candidates or _NUMBER.match(value):
+        return Outcome(visible=everything)
+    why = f"{CUDA_VISIBLE_DEVICES} does not name it"
+    if not value.startswith(("GPU-", "MIG-")):
+        return Outcome(hidden=dict.fromkeys(everything, why))
+    # Two drivers of one interface may both show a card.
+    uuids = list(dict.fromkeys(candidate.uuid for candidate in candidates if candidate.uuid is not None))
+    names = [Named(position, (uuid,)) for position, uuid in enumerate(uuids)]
+    chosen = {uuids[position] for position in cuda_list(CUDA_VISIBLE_DEVICES, value, 0, names).order}
+    return Outcome(
+        visible=tuple(candidate.device_id for candidate in candidates if candidate.uuid in chosen),
+        hidden={c.device_id: why for c in candidates if c.uuid is not None and c.uuid not in chosen},
+        uncertain={
+            candidate.device_id: f"{CUDA_VISIBLE_DEVICES} names devices by UUID, which nothing tells of this one"
+            for candidate in candidates
+            if candidate.uuid is None
+        },
     )
 
 

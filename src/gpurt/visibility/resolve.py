@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpurt.visibility.amd import resolve_amd
 from gpurt.visibility.candidates import Candidate
 from gpurt.visibility.intel import resolve_intel
 from gpurt.visibility.lists import ggml_vulkan_list
-from gpurt.visibility.nvidia import resolve_nvidia
+from gpurt.visibility.nvidia import resolve_nvidia, resolve_nvidia_names
 from gpurt.visibility.outcome import Outcome
 from gpurt.visibility.variables import GGML_VK_VISIBLE_DEVICES
+
+_VENDORS: Final = ("nvidia", "amd", "intel")
+"""Those with variables of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +42,28 @@ class Visibility:
     """What a person probably did not mean."""
 
 
-def resolve(environ: Mapping[str, str], candidates: Sequence[Candidate]) -> Visibility:
+def resolve(environ: Mapping[str, str], candidates: Sequence[Candidate], *, nvidia_present: bool = False) -> Visibility:
     """Applies every visibility variable in ``environ`` to the devices of a host. Never raises.
 
     Args:
         candidates: all devices of the machine, each once, in their vendor's own order: see :class:`Candidate`. A
             number in a variable counts the devices that are missing here as well.
+        nvidia_present: the host has a device of NVIDIA's, also if none is among the candidates.
     """
     by_vendor: dict[str, list[Candidate]] = {}
+    loose: list[Candidate] = []
     for candidate in candidates:
-        by_vendor.setdefault(candidate.vendor, []).append(candidate)
+        if candidate.numbered or candidate.vendor not in _VENDORS:
+            by_vendor.setdefault(candidate.vendor, []).append(candidate)
+        else:
+            loose.append(candidate)
+    nvidia_present = nvidia_present or any(c.vendor == "nvidia" for c in candidates)
     outcomes = [
         resolve_nvidia(environ, by_vendor.pop("nvidia", [])),
-        resolve_amd(environ, by_vendor.pop("amd", []), alone=not any(c.vendor == "nvidia" for c in candidates)),
+        resolve_amd(environ, by_vendor.pop("amd", []), alone=not nvidia_present),
         resolve_intel(environ, by_vendor.pop("intel", [])),
+        resolve_nvidia_names(environ, [c for c in loose if c.vendor == "nvidia"]),
+        Outcome(visible=tuple(c.device_id for c in loose if c.vendor != "nvidia")),
     ]
     others = tuple(c.device_id for rest in by_vendor.values() for c in rest)
     total = Outcome(visible=others)

@@ -1,0 +1,48 @@
+"""``GPURT_MEMORY_LIMIT`` on its way to the backends that the factory makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+from gpurt.backend import GPUBackend
+from gpurt.types import GPUDevice
+from gpurt.usable_memory import LIMIT_VARIABLE, MemorySettings
+
+_log = logging.getLogger("gpurt.factory")
+
+MemoryLimit = Callable[[GPUDevice], int | None]
+"""Bytes that may be allocated on a device, or None for as many as it has."""
+
+
+@runtime_checkable
+class _Limited(Protocol):
+    def limit_memory(self, limit: MemoryLimit) -> None: ...
+
+
+def memory_limit(environ: Mapping[str, str]) -> MemoryLimit | None:
+    """What ``GPURT_MEMORY_LIMIT`` allows on each device, or None where it says nothing.
+
+    Raises:
+        GPUError: it cannot be understood.
+    """
+    limits = MemorySettings.from_environ(environ).limit
+    if limits.default is None and not limits.by_name:
+        return None
+
+    def of(device: GPUDevice) -> int | None:
+        amount = limits.of(device)
+        return None if amount is None else amount.size_bytes
+
+    return of
+
+
+def limit_memory(backend: GPUBackend, limit: MemoryLimit | None) -> None:
+    """Set ``limit`` on a backend that is not initialised yet; a backend that keeps no accounts is only warned of."""
+    if limit is None:
+        return
+    if isinstance(backend, _Limited):
+        backend.limit_memory(limit)
+    else:
+        _log.warning("%s does not reach backend %s, which keeps no accounts", LIMIT_VARIABLE, backend.name)
