@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from gpurt.backend import GPUBackend
+from gpurt.errors import OutOfRange
 from gpurt.factory import GPUBackendFactory
 from gpurt.settings import canonical_name
 
@@ -62,8 +63,10 @@ async def default_backend(name: str | None = None) -> GPUBackend:
     shut it down, and open a backend of your own where memory limits or other options are wanted.
 
     Raises:
-        BackendUnavailable: it cannot be used on this machine.
+        BackendUnavailable: it cannot be used on this machine. OutOfRange: ``name`` is no text.
     """
+    if not (name is None or isinstance(name, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OutOfRange(f"a backend's name is a str, not {type(name).__name__}", operation="default_backend")
     loop = asyncio.get_running_loop()
     key = None if name is None else canonical_name(name)
     while True:

@@ -207,7 +207,7 @@ class GPUBackend(ABC):
         The file is never held whole in host memory. Cancelled, it returns at once and stops at the next chunk.
 
         Args:
-            on_progress: called on the event loop with the bytes done so far.
+            on_progress: called on the event loop with the bytes done so far; what it raises ends the load.
 
         Raises:
             OutOfRange: not inside the file or the allocation. TransferFailed: unreadable, shorter than it said, or

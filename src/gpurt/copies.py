@@ -18,6 +18,8 @@ from gpurt.lifecycle import DriverLifecycle
 from gpurt.memory.filestream import stream_file
 from gpurt.memory.handles import Allocation, check_range, whole_number
 from gpurt.memory.hostbytes import read_bytes
+from gpurt.memory.openedfile import OpenedFile, brief_path, path_name
+from gpurt.memory.progress import LaneProgress, check_progress
 from gpurt.pieces import pieces
 from gpurt.routes import QueueName
 from gpurt.types import MemoryHandle
@@ -154,9 +156,12 @@ class DriverCopies(DriverLifecycle):
         except Exception as exc:
             clear_frames(exc)
             error = await self._failure(exc, dispatch, allocation.index, operation, (size, offset))
-            if error is exc:
-                raise
-            raise error from exc
+            try:
+                if error is exc:
+                    raise
+                raise error from exc
+            finally:
+                del error
         finally:
             _release(view)
         await dispatch.turn.give_way()
@@ -206,25 +211,20 @@ class DriverCopies(DriverLifecycle):
         on_progress: Callable[[int], None] | None = None,
     ) -> int:
         dispatch, allocation = self._enter_handle(handle, "load_file")
-        index, loop = allocation.index, dispatch.loop
-        try:
-            name = os.fspath(path)
-        except TypeError as exc:
-            raise OutOfRange(f"{type(path).__name__} is not a path", hint="pass a str or a pathlib.Path") from exc
+        index, operation = allocation.index, "load_file"
         alignment = self.driver.capabilities.alignment_bytes
         try:
+            name = path_name(path)
+            operation = f"load_file({brief_path(name)!r})"
+            check_progress(on_progress)
             start = whole_number(file_offset, "file_offset")
             if start < 0:
                 raise OutOfRange(f"file_offset must not be negative: {start:,}")
             offset, size = check_range(allocation, handle_offset, 0 if size_bytes is None else size_bytes, alignment)
         except GPUError as exc:
-            self._tell(exc, index, f"load_file({name!r})")
+            self._tell(exc, index, operation)
             raise
-
-        def progress(done: int) -> None:
-            if on_progress is not None:
-                loop.call_soon_threadsafe(on_progress, done)
-
+        progress = LaneProgress(dispatch.loop, on_progress)
         job = dispatch.submit(
             index,
             "h2d",
@@ -233,17 +233,28 @@ class DriverCopies(DriverLifecycle):
                 index,
                 allocation.token,
                 name,
+                version=path.version if isinstance(path, OpenedFile) else None,
                 file_offset=start,
                 size_bytes=None if size_bytes is None else size,
                 mem_offset=offset,
                 room_bytes=handle.size_bytes - offset,
                 chunk_bytes=self._file_chunk(),
                 wanted=lambda: not job.abandoned,
-                on_progress=progress,
+                on_progress=progress.tell,
             ),
             chains=(allocation.chain,),
         )
-        return await self._outcome(job, index, f"load_file({name!r})")
+        progress.watch(job)
+        done = 0
+        try:
+            done = await self._outcome(job, index, operation)
+        except GPUError:
+            if progress.failure is None:
+                raise
+        finally:
+            progress.close()
+        progress.raise_failure()
+        return done
 
     def _file_chunk(self) -> int:
         capabilities = self.driver.capabilities

@@ -30,6 +30,7 @@ from gpurt.job import Job
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.memory.hostbuffer import HostPool
+from gpurt.memory.hostbytes import host_memory_ran_out
 from gpurt.memory.ledger import Ledger
 from gpurt.types import DeviceState, GPUDevice, MemoryHandle
 
@@ -223,9 +224,12 @@ class GuardedBackend(GPUBackend):
             error = await self._failure(
                 exc, dispatch, index, operation, extent, failure, requested, also_index, on_host
             )
-            if error is exc:
-                raise
-            raise error from exc
+            try:
+                if error is exc:
+                    raise
+                raise error from exc
+            finally:
+                del error  # this frame is in its traceback: a cycle that would hold the caller's buffer
 
     async def _failure(
         self,
@@ -242,6 +246,9 @@ class GuardedBackend(GPUBackend):
         """What to raise for ``exc``; a lost device is marked. Arguments as for ``_outcome``."""
         if extent is not None:
             operation = f"{operation}({extent[0]:,} B at {extent[1]:,})"
+        if type(exc) is MemoryError and extent is not None:  # libraries have their own for a device's memory
+            hint = "free host memory, or copy a part at a time"
+            return self._tell(host_memory_ran_out(extent[0], hint), index, operation)
         error = await self._translate(exc, index, operation, failure, requested, on_host)
         if isinstance(error, DeviceLost) and not isinstance(error, DeviceUnresponsive):
             if also_index is None or also_index == index:

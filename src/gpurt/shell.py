@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from gpurt.copies import DriverCopies
 from gpurt.dispatch import Dispatcher
-from gpurt.errors import DeviceLost, GPUError, HandleInUse, OutOfRange, Unsupported
+from gpurt.errors import DeviceLost, GPUError, HandleInUse, InvalidHandle, OutOfRange, Unsupported
 from gpurt.job import NOTHING, Job
-from gpurt.memory.handles import brief, whole_number
+from gpurt.memory.elements import DType, Shape
+from gpurt.memory.handles import Allocation, brief, whole_number
 from gpurt.memory.hostbuffer import HostBuffer
 from gpurt.memory.pool import PoolStatistics
 from gpurt.memory.views import DeviceView
@@ -100,21 +100,53 @@ class DriverBackend(DriverCopies):
             self._tell(exc, None, "deallocate")
             raise
         index = allocation.index
-        if dispatch.lost(index) or (  # its memory went with it; only the books are left
-            allocation.chain.idle
-            and not allocation.exported
-            and self._allocator.keep(index, allocation.block_bytes, allocation.token)
-        ):
-            self._handles.remove(allocation)
-            self.ledger.release(handle.device_id, handle.size_bytes)
+        job = self._free(dispatch, allocation)
+        if job is None:
             return
-        job = self._submit_free(dispatch, allocation)
         if dispatch.unresponsive(index):
             job.disown()  # done when the driver returns; nobody must wait for that
             return
         # A lost or hung device takes its memory with it, or gives it back later: either way the handle is gone.
         with contextlib.suppress(DeviceLost):
             await self._outcome(job, index, "deallocate", failure=GPUError, droppable=False)
+
+    def _free(self, dispatch: Dispatcher, allocation: Allocation) -> Job | None:
+        """The handle is dead; what is still to be waited for, or None."""
+        if dispatch.lost(allocation.index) or (  # its memory went with it; only the books are left
+            allocation.chain.idle
+            and not allocation.exported
+            and self._allocator.keep(allocation.index, allocation.block_bytes, allocation.token)
+        ):
+            self._handles.remove(allocation)
+            self.ledger.release(allocation.handle.device_id, allocation.handle.size_bytes)
+            return None
+        return self._submit_free(dispatch, allocation)
+
+    def free_when_unviewed(self, handle: MemoryHandle) -> None:
+        """Free an allocation once no view of it, and no array made from one, is in use: for an owner that ends before
+        they do. Until then it is live. Returns at once.
+
+        Raises:
+            InvalidHandle, BackendClosed, WrongLoop.
+        """
+        dispatch = self._enter()
+        handles, loop = self._handles, dispatch.loop
+        allocation = handles.get(handle)
+
+        def look() -> None:
+            if self._dispatch is not dispatch:
+                return  # shut down, which frees everything
+            with contextlib.suppress(InvalidHandle):  # freed by hand
+                if handles.get(handle).open_views:
+                    allocation.when_unviewed(unviewed)
+                elif (job := self._free(dispatch, allocation)) is not None:
+                    job.disown()
+
+        def unviewed() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(look)
+
+        look()
 
     # Host memory and views
 
@@ -143,15 +175,13 @@ class DriverBackend(DriverCopies):
             block = await self._outcome(
                 job, index, f"host_buffer({nbytes} B)", failure=GPUError, requested=nbytes, on_host=True
             )
+        return pool.lend(block, block_bytes, nbytes)
 
-        def close() -> None:
-            # A cancelled copy may still be under way with this memory; it is not reused before that is over.
-            if self._dispatch is dispatch:
-                dispatch.submit(index, "memory", lambda _: pool.keep(block_bytes, block), after_device=True).disown()
+    async def _close_driver(self, dispatch: Dispatcher) -> None:
+        self._host_pool.warn_open(self.name)
+        await super()._close_driver(dispatch)
 
-        return HostBuffer(pool.memory(block)[:nbytes], pool.pinned, close)
-
-    async def view(self, handle: MemoryHandle, shape: Sequence[int] | None = None, dtype: str = "uint8") -> DeviceView:
+    async def view(self, handle: MemoryHandle, shape: Shape | None = None, dtype: DType = "uint8") -> DeviceView:
         dispatch, allocation = self._enter_handle(handle, "view")
         index = allocation.index
         capabilities = self.driver.capabilities
@@ -172,7 +202,7 @@ class DriverBackend(DriverCopies):
                 view.attach_pointer(self.driver.pointer(index, allocation.token), index)
 
         view = DeviceView(handle, shape, dtype)
-        allocation.add_view(view)
+        allocation.add_view(view.lease)
         job = dispatch.submit(index, "memory", attach, chains=(allocation.chain,))
         try:
             await self._outcome(job, index, "view", failure=GPUError)

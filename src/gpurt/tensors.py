@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from gpurt.ambient import default_backend
 from gpurt.backend import GPUBackend
-from gpurt.errors import DeviceNotFound
-from gpurt.memory.arrays import DeviceArray, array_extents
+from gpurt.errors import DeviceNotFound, GPUError, InvalidHandle, OutOfRange
+from gpurt.memory.arrays import DeviceArray
+from gpurt.memory.elements import understand_array
 from gpurt.memory.hosttensor import understand
 from gpurt.memory.manager import MemoryManager, manager_of
 from gpurt.memory.scope import MemoryScope
@@ -38,28 +39,36 @@ async def to_device(
 
     Args:
         device: None is where the tensor is, if it is on a device, else the backend's first usable device.
-        backend: which instance ``device`` means; None is the loop's :func:`gpurt.ambient.default_backend`.
+        backend: which instance ``device`` means; None is the scope's, else the loop's
+            :func:`gpurt.ambient.default_backend`.
         scope: an open memory scope of that backend, which will free the array; None leaves it to the caller.
 
     Cancelled, it returns at once, and what was allocated is freed.
 
     Raises:
-        OutOfRange: not a tensor, no element, or elements that a device cannot hold. Before the device is touched.
+        OutOfRange: not a tensor, no element, or elements that a device cannot hold; or an argument of a wrong type.
         Unsupported: the tensor lies in another library's device memory.
-        DeviceNotFound, BackendUnavailable, OutOfMemory, TransferFailed, DeviceLost.
+        InvalidHandle: the array that is passed was freed, or the scope is not open or of another backend.
+        DeviceNotFound: also for a record of a device that the backend does not have.
+        BackendUnavailable, BackendClosed, OutOfMemory, TransferFailed, DeviceLost.
+        All of the first four before the device is touched.
     """
+    _check_backend(backend, "to_device")
+    _check_scope(scope)
     if isinstance(tensor, DeviceArray):
+        await _check_live(tensor)
         if backend is None and device is None:
             return tensor
-        target, device_id = await _resolve(device, backend)
+        target, device_id = await _resolve(device, backend, scope)
         if (target, device_id) == (tensor.backend, tensor.device_id):
             return tensor
         array = await _allocate(target, device_id, tensor.shape, tensor.dtype, scope)
         copy = transfer(Place(tensor.backend, tensor.handle), Place(target, array.handle), array.nbytes)
     else:
         host = await understand(tensor)
-        array_extents(host.shape, host.dtype, "to_device")  # refuses what cannot be, before anything is opened
-        target, device_id = await _resolve(device, backend)
+        # Refuses what cannot be, before anything is opened.
+        await understand_array(host.shape, host.dtype, "to_device")
+        target, device_id = await _resolve(device, backend, scope)
         memory = await host.packed()
         array = await _allocate(target, device_id, host.shape, host.dtype, scope)
         copy = target.copy_to_device(memory, array.handle)
@@ -79,8 +88,9 @@ async def get_memory_manager(device: Device | None = None, *, backend: GPUBacken
         backend: which instance ``device`` means; None is the loop's :func:`gpurt.ambient.default_backend`.
 
     Raises:
-        DeviceNotFound, BackendUnavailable, BackendClosed, WrongLoop.
+        DeviceNotFound, BackendUnavailable, BackendClosed, WrongLoop. OutOfRange: ``backend`` is none.
     """
+    _check_backend(backend, "get_memory_manager")
     return await manager_of(*await _resolve(device, backend))
 
 
@@ -93,22 +103,80 @@ async def _allocate(
     return DeviceArray(array.handle, array.shape, array.dtype, backend)
 
 
-async def _resolve(device: Device | None, backend: GPUBackend | None) -> tuple[GPUBackend, str]:
+def _check_backend(backend: object, operation: str) -> None:
+    if not (backend is None or isinstance(backend, GPUBackend)):
+        raise OutOfRange(
+            f"{type(backend).__name__} is no backend", operation=operation, hint="pass what create_backend() returned"
+        )
+
+
+def _check_scope(scope: object) -> None:
+    if scope is None:
+        return
+    if not isinstance(scope, MemoryScope):
+        raise OutOfRange(
+            f"{type(scope).__name__} is no memory scope",
+            operation="to_device",
+            hint="pass what `async with backend.memory_scope() as scope` gives",
+        )
+    if not scope.open:
+        raise InvalidHandle("the memory scope is not open", backend=scope.backend.name, operation="to_device")
+
+
+async def _check_live(array: DeviceArray) -> None:
+    try:
+        # No bytes: the library is not called, and a handle that is dead is refused.
+        await array.backend.copy_from_device(array.handle, 0, 0)
+    except GPUError as exc:
+        exc.operation = "to_device"
+        raise
+
+
+async def _resolve(
+    device: Device | None, backend: GPUBackend | None, scope: MemoryScope | None = None
+) -> tuple[GPUBackend, str]:
+    if device is not None and not isinstance(device, str | GPUDevice | MemoryManager):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DeviceNotFound(f"{type(device).__name__} is no device", hint="pass an id such as 'cuda:0', or a record")
     if isinstance(device, MemoryManager):
         if backend not in (None, device.backend):
             raise DeviceNotFound(
                 "the manager is of another backend than the one given", backend=device.backend.name, hint="pass one"
             )
+        backend = device.backend
+    if scope is not None:
+        if backend not in (None, scope.backend):
+            raise InvalidHandle(
+                "the memory scope is of another backend than the array would be",
+                backend=scope.backend.name,
+                operation="to_device",
+                hint="pass a scope of the backend given, or leave the backend away",
+            )
+        backend = scope.backend
+    if isinstance(device, MemoryManager):
         return device.backend, device.device_id
-    if device is not None and not isinstance(device, str | GPUDevice):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DeviceNotFound(f"{type(device).__name__} is no device", hint="pass an id such as 'cuda:0', or a record")
-    device_id = device.device_id if isinstance(device, GPUDevice) else device
     if backend is None:
         kind = device.backend if isinstance(device, GPUDevice) else device and device.partition(":")[0]
         backend = await default_backend(kind)
-    if device_id is not None and device_id != backend.name:
-        return backend, device_id
+    if isinstance(device, GPUDevice):
+        return backend, await _id_of(device, backend)
+    if device is not None and device != backend.name:
+        return backend, device
     for present in await backend.list_devices():
         if present.usable:
             return backend, present.device_id
     raise DeviceNotFound("no device of this backend is usable", backend=backend.name)
+
+
+async def _id_of(record: GPUDevice, backend: GPUBackend) -> str:
+    """What ``backend`` calls the device of a record. Its index may be another's there, so the identity decides; where
+    there is none, name and id must be the same."""
+    for present in await backend.list_devices():
+        if present.stable_id == record.stable_id and (
+            record.identity is not None or (present.backend, present.name) == (record.backend, record.name)
+        ):
+            return present.device_id
+    raise DeviceNotFound(
+        f"the record is of a device that this backend does not have: {record.name}, {record.stable_id}",
+        backend=backend.name,
+        hint="pass one of backend.devices",
+    )

@@ -225,3 +225,37 @@ def test_this_host_names_the_machine() -> None:
     host = this_host()
     assert len(host.fingerprint) == 16
     assert host.pid
+
+
+async def test_who_is_cancelled_while_joining_says_goodbye(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = await cluster.node()
+    engine, seen = publisher._engine, asyncio.Event()
+    join = engine.join
+
+    async def slow(*args: Any) -> None:
+        await join(*args)
+        seen.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "join", slow)
+    starting = asyncio.create_task(publisher.start(result(device())))
+    await seen.wait()
+    await until(lambda: cluster.view.node("n1") is not None, "the node")
+    starting.cancel()
+    await asyncio.wait({starting})
+    await publisher.leave()
+    await until(lambda: cluster.view.node("n1").state is NodeState.LEFT, "the goodbye")  # type: ignore[union-attr]
+
+
+async def test_a_join_that_fails_is_no_join(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = await cluster.node()
+
+    async def fail(*args: Any) -> None:
+        raise ClusterError("refused")
+
+    monkeypatch.setattr(publisher._engine, "join", fail)
+    with pytest.raises(ClusterError, match="refused"):
+        await publisher.start(result(device()))
+    with pytest.raises(ClusterError, match="not"):
+        await publisher.publish_snapshot(result(device()))
+    await publisher.leave()

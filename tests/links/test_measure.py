@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpurt.errors import BackendClosed, DeviceNotFound, OutOfMemory, TransferFailed
+from gpurt.errors import BackendClosed, DeviceNotFound, OutOfMemory, OutOfRange, TransferFailed
 from gpurt.links import Link, LinkType, keep_links, kept_links, measure_link, measure_links
 from gpurt.links.measure import MAX_BYTES, SMALL_BYTES
 from gpurt.shell import DriverBackend
@@ -234,6 +234,36 @@ async def test_a_full_device_fails_as_one_and_costs_the_others_nothing(path: Pat
             await measure_link(backend, A, B)
         links = await measure_links(backend, registry_path=path)
         assert all("limit" in (link.failure or "") for link in links)
+
+
+async def test_a_failed_measurement_keeps_the_figures_of_the_last_good_one(path: Path) -> None:
+    async with create_simulated("h100x2") as backend:
+        good = await measure_links(backend, max_bytes=64 * KIB, registry_path=path)
+    async with create_simulated("h100x2", memory_limit=1000) as backend:
+        for _ in range(2):
+            failed = await measure_links(backend, max_bytes=64 * KIB, registry_path=path)
+            kept = await kept_links(path)
+            for before, now, link in zip(good, failed, kept, strict=True):
+                assert now.failure is not None
+                assert now.bandwidth_gbps is None
+                same = ("bandwidth_gbps", "latency_us", "measured_at", "link_type", "bytes_measured")
+                assert [link[name] for name in same] == [before[name] for name in same]
+                assert (link.failure, link.failed_at) == (now.failure, now.failed_at)
+                assert link.failed_at is not None
+    async with create_simulated("h100x2") as backend:
+        again = await measure_links(backend, max_bytes=64 * KIB, registry_path=path)
+    assert await kept_links(path) == again
+    assert all(link.failure is None and link.failed_at is None for link in again)
+
+
+async def test_arguments_of_other_kinds(path: Path) -> None:
+    with pytest.raises(OutOfRange, match="NoneType") as caught:
+        await measure_links(None, registry_path=path)  # type: ignore[arg-type]
+    assert caught.value.operation == "measure_links"
+    async with create_simulated("h100x2") as backend:
+        for wrong in (1.5, "8", None, True):
+            with pytest.raises(OutOfRange, match="max_bytes"):
+                await measure_links(backend, max_bytes=wrong, registry_path=path)  # type: ignore[arg-type]
 
 
 async def test_a_quarter_of_what_is_free_is_taken_at_most() -> None:

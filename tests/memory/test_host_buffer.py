@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gpurt.errors import GPUError, OutOfMemory, OutOfRange
+from gpurt.errors import GPUError, OutOfMemory, OutOfRange, TransferFailed, Unsupported
 from gpurt.shell import DriverBackend
+from gpurt.testing import Fault, FaultyDriver
 from gpurt.testing.kit.probe import DriverProbe
 from tests.support.reference_driver import ReferenceDriver
 
@@ -19,14 +23,15 @@ DEVICE = "reference:0"
 class Pinning(ReferenceDriver):
     """A driver with page-locked memory; here it only counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1 << 30) -> None:
         super().__init__(chunk_bytes=1 << 14)
         self.capabilities = self.capabilities.model_copy(update={"pins_memory": True})
+        self.most = most
         self.made = 0
         self.live: list[bytearray] = []
 
     def host_alloc(self, nbytes: int) -> bytearray:
-        if nbytes > 1 << 30:
+        if nbytes + sum(map(len, self.live)) > self.most:
             raise MemoryError("cannot lock that much")
         self.made += 1
         self.live.append(bytearray(nbytes))
@@ -159,3 +164,159 @@ async def test_closing_after_shutdown_is_harmless() -> None:
     buffer = await backend.host_buffer(DEVICE, 100)
     await backend.shutdown()
     buffer.close()
+
+
+# Whoever forgets one, and whoever keeps an array of one
+
+
+def limited(pinned: bool, **options: Any) -> DriverBackend:
+    return DriverBackend(Pinning() if pinned else ReferenceDriver(), host_buffer_limit=1 << 16, **options)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_a_dropped_buffer_is_told_of_and_its_block_comes_back(pinned: bool) -> None:
+    async with limited(pinned) as backend:
+        buffer = await backend.host_buffer(DEVICE, 1 << 16)
+        address = np.frombuffer(buffer.memory, np.uint8).ctypes.data
+        with pytest.warns(ResourceWarning, match="65,536 bytes was never closed"):
+            del buffer
+        with await backend.host_buffer(DEVICE, 1 << 16) as again:
+            assert np.frombuffer(again.memory, np.uint8).ctypes.data == address
+        assert await backend.trim() == 1 << 16
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("make", [lambda b: b.numpy("int32"), lambda b: b.memory, lambda b: memoryview(b.memory)[8:16]])
+async def test_a_block_is_not_reused_while_something_looks_into_it(pinned: bool, make: Any, close: bool) -> None:
+    async with limited(pinned) as backend:
+        buffer = await backend.host_buffer(DEVICE, 40_000)
+        array = make(buffer)
+        array[0] = 7
+        if close:
+            buffer.close()
+        else:
+            with pytest.warns(ResourceWarning):
+                del buffer
+        # The whole limit is used, and not by what can be closed.
+        with pytest.raises(OutOfMemory, match="delete arrays"):
+            await backend.host_buffer(DEVICE, 40_000)
+        with await backend.host_buffer(DEVICE, 10_000) as other:
+            other.numpy()[:] = 1
+        assert array[0] == 7
+        derived = array[:1]
+        del array
+        with pytest.raises(OutOfMemory):
+            await backend.host_buffer(DEVICE, 40_000)
+        del derived
+        with await backend.host_buffer(DEVICE, 40_000):
+            pass
+
+
+async def test_arrays_of_a_closed_buffer_never_alias_the_next() -> None:
+    async with DriverBackend(Pinning()) as backend:
+        with await backend.host_buffer(DEVICE, 5000) as buffer:
+            array = buffer.numpy()
+        array[:] = 3
+        with await backend.host_buffer(DEVICE, 5000) as other:
+            other.numpy()[:] = 4
+            assert set(array) == {3}
+        with pytest.raises(GPUError, match="closed"):
+            buffer.numpy()
+
+
+async def test_a_buffer_may_end_in_the_middle_of_anything() -> None:
+    """A garbage collection can come while the pool's lock is held; it must not wait for that lock."""
+    async with limited(True) as backend:
+        ring: list[Any] = [await backend.host_buffer(DEVICE, 40_000)]
+        ring.append(ring)
+        del ring
+        with backend._host_pool._lock, pytest.warns(ResourceWarning):
+            gc.collect()
+        with await backend.host_buffer(DEVICE, 40_000):
+            pass
+
+
+async def test_shutdown_tells_of_open_buffers() -> None:
+    backend = limited(True)
+    await backend.initialize()
+    left = [await backend.host_buffer(DEVICE, 100) for _ in range(2)]
+    with pytest.warns(ResourceWarning, match="reference: 2 host buffers of 200 bytes were never closed"):
+        await backend.shutdown()
+    for buffer in left:
+        buffer.numpy()[:] = 1  # still there
+        buffer.close()
+
+
+async def test_shutdown_says_nothing_of_closed_ones() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        async with limited(True) as backend:
+            with await backend.host_buffer(DEVICE, 100) as buffer:
+                array = buffer.numpy()
+        array[:] = 1
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+async def test_a_failed_copy_does_not_keep_the_block(call: str) -> None:
+    driver = FaultyDriver(ReferenceDriver())
+    driver.inject(Fault(call, raises=OSError))  # type: ignore[arg-type]
+
+    async def fail() -> None:
+        with await backend.host_buffer(DEVICE, 40_000) as buffer:
+            if call == "write":
+                await backend.copy_to_device(buffer.memory, handle)
+            else:
+                await backend.copy_into(handle, buffer.memory)
+
+    async with (
+        DriverBackend(driver, host_buffer_limit=1 << 16) as backend,
+        backend.allocation(DEVICE, 40_000) as handle,
+    ):
+        with pytest.raises(TransferFailed):
+            await fail()
+        gc.collect()
+        with await backend.host_buffer(DEVICE, 40_000):
+            pass
+
+
+# Not enough of it
+
+
+async def test_more_than_the_host_has() -> None:
+    async with DriverBackend(ReferenceDriver()) as backend:
+        with pytest.raises(MemoryError, match="host memory ran out") as caught:
+            await backend.host_buffer(DEVICE, sys.maxsize >> 1)
+        assert isinstance(caught.value, OutOfMemory)
+        assert caught.value.requested_bytes >= sys.maxsize >> 1
+        assert (caught.value.free_bytes, caught.value.total_bytes) == (None, None)  # nothing of the device's
+        assert (caught.value.device_id, caught.value.backend) == (DEVICE, "reference")
+        assert caught.value.hint
+        with await backend.host_buffer(DEVICE, 10):
+            pass
+
+
+async def test_kept_blocks_make_room_for_what_can_be_locked() -> None:
+    driver = Pinning(most=100_000)
+    async with DriverBackend(driver) as backend:
+        (await backend.host_buffer(DEVICE, 60_000)).close()
+        with await backend.host_buffer(DEVICE, 90_000):
+            assert len(driver.live) == 1
+        with pytest.raises(OutOfMemory, match="lock"):
+            await backend.host_buffer(DEVICE, 200_000)
+
+
+@pytest.mark.parametrize("dtype", ["V0", "S", "U", "O", object, "no-such", None, "(2,3)f4", []])
+async def test_no_element(backend: DriverBackend, dtype: Any) -> None:
+    with await backend.host_buffer(DEVICE, 100) as buffer, pytest.raises(OutOfRange):
+        buffer.numpy(dtype)
+
+
+async def test_elements_in_any_spelling(backend: DriverBackend) -> None:
+    with await backend.host_buffer(DEVICE, 102) as buffer:
+        for dtype in ("float32", "f4", np.float32, np.dtype("float32"), "single"):
+            assert (buffer.numpy(dtype).dtype, buffer.numpy(dtype).size) == (np.float32, 25)
+        assert buffer.numpy("S3").size == 34
+        if "ml_dtypes" not in sys.modules:
+            with pytest.raises(Unsupported, match="ml_dtypes"):
+                buffer.numpy("bfloat16")

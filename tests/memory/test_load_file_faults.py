@@ -127,6 +127,13 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
         rig.driver.clear()
 
 
+def rewrite_and_set_back(path: Path) -> None:
+    before = path.stat()
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"?" * 100, before.st_size - 100)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 class TestFiles:
     @pytest.mark.parametrize(
         ("make", "says"),
@@ -146,6 +153,7 @@ class TestFiles:
         with pytest.raises(TransferFailed, match=says) as caught:
             await rig.backend.load_file(path, handle)
         assert str(path) in caught.value.message
+        assert (caught.value.hint is not None) == (says == "No such file")
         await rig.neighbour_is_well(*neighbour)
         # The handle is none the worse.
         assert await rig.backend.load_file(rig.file("good"), handle) == SIZE
@@ -158,8 +166,29 @@ class TestFiles:
         handle = await rig.backend.allocate(rig.devices[0], 8)
         with pytest.raises(TransferFailed, match=r"null|encode|too long"):
             await rig.backend.load_file(rig.folder / name, handle)
+        with pytest.raises(TransferFailed) as caught:
+            await rig.backend.load_file(rig.folder / name, handle)
+        assert len(str(caught.value)) < 1000
         await rig.backend.deallocate(handle)
         await rig.nothing_is_left()
+
+    @pytest.mark.parametrize("path", [3, 3.5, None, ["a"]])
+    async def test_what_is_no_path(self, rig: Rig, path: Any) -> None:
+        async with rig.backend.allocation(rig.devices[0], 8) as handle:
+            with pytest.raises(OutOfRange, match=f"{type(path).__name__} is not a path") as caught:
+                await rig.backend.load_file(path, handle)
+        assert (caught.value.device_id, caught.value.operation) == (rig.devices[0], "load_file")
+
+    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+    async def test_files_without_a_size(self, rig: Rig) -> None:
+        async with rig.backend.allocation(rig.devices[0], 1 << 20) as handle:
+            with pytest.raises(TransferFailed, match="no ordinary file"):
+                await rig.backend.load_file("/proc/self/maps", handle)
+
+    async def test_behind_the_end(self, rig: Rig) -> None:
+        async with rig.backend.allocation(rig.devices[0], 8) as handle:
+            with pytest.raises(OutOfRange, match=f"has {SIZE:,} bytes; file_offset {SIZE + 1:,} is not inside"):
+                await rig.backend.load_file(rig.file("file"), handle, file_offset=SIZE + 1)
 
     async def test_no_room(self, rig: Rig) -> None:
         handle = await rig.backend.allocate(rig.devices[0], SIZE - 1)
@@ -208,6 +237,7 @@ class TestWhileItIsRead:
             pytest.param(lambda path: os.truncate(path, 0), "shorter", id="emptied"),
             pytest.param(lambda path: os.truncate(path, SIZE + 1), "changed", id="longer"),
             pytest.param(lambda path: path.write_bytes(OTHER), "changed", id="written anew"),
+            pytest.param(lambda path: rewrite_and_set_back(path), "time set back", id="written and its time set back"),
         ],
     )
     async def test_changed(self, rig: Rig, change: Callable[[Path], object], says: str) -> None:
@@ -330,7 +360,7 @@ class TestWeights:
             await check(rig.backend, weights, self.NEIGHBOUR)
         await rig.nothing_is_left()
 
-    CHANGES = ("truncated", "written anew", "replaced", "deleted")
+    CHANGES = ("truncated", "written anew", "set back", "replaced", "swapped", "deleted")
 
     @pytest.mark.parametrize("change", CHANGES)
     async def test_changed_while_it_is_streamed(self, rig: Rig, change: str) -> None:
@@ -351,10 +381,21 @@ class TestWeights:
         os.utime(path, (1, 1))
         gate = threading.Event()
         rig.driver.inject(Fault(method, index=0, nth=2, gate=gate))
+
+        def swap() -> None:
+            """And back, under other names."""
+            aside = path.with_name("aside")
+            path.rename(aside)
+            fresh.rename(path)
+            path.rename(fresh)
+            aside.rename(path)
+
         happens: dict[str, Callable[[], object]] = {
             "truncated": lambda: os.truncate(path, 100_000),
             "written anew": lambda: path.write_bytes(raw[:-1] + b"?"),
+            "set back": lambda: rewrite_and_set_back(path),
             "replaced": lambda: os.replace(fresh, path),
+            "swapped": swap,
             "deleted": path.unlink,
         }
         loading = asyncio.create_task(load_safetensors(path, rig.backend, rig.devices[0], max_concurrent=1))

@@ -427,10 +427,97 @@ async def test_freed_by_a_scope_by_hand_or_by_a_block(backend: DriverBackend) ->
         await array.free()  # is no mistake
 
 
-async def test_a_scope_of_another_backend(backend: DriverBackend) -> None:
-    async with DriverBackend(ReferenceDriver()) as other, other.memory_scope() as scope:
-        with pytest.raises(InvalidHandle, match="another backend"):
-            await to_device(SQUARE, DEVICES[0], backend=backend, scope=scope)
+async def test_a_scope_of_another_backend(backend: DriverBackend, caplog: pytest.LogCaptureFixture) -> None:
+    other_driver = FaultyDriver(ReferenceDriver())
+    async with DriverBackend(other_driver) as other, other.memory_scope() as scope:
+        there = await to_device(SQUARE, DEVICES[0], backend=backend)
+        manager = await get_memory_manager(DEVICES[0], backend=backend)
+        for tensor, device, given in [
+            (SQUARE, DEVICES[0], backend),
+            (SQUARE, manager, None),
+            (there, DEVICES[1], backend),
+        ]:
+            with pytest.raises(InvalidHandle, match="another backend"):
+                await to_device(tensor, device, backend=given, scope=scope)
+        assert not count(other_driver, "alloc")  # refused before anything was allocated
+        await there.free()
+    assert not caplog.records
+
+
+async def test_a_scope_says_which_backend(backend: DriverBackend) -> None:
+    async with backend.memory_scope() as scope:
+        array = await to_device(SQUARE, DEVICES[1], scope=scope)
+        assert (array.backend, array.device_id) == (backend, DEVICES[1])
+        assert (await to_device(SQUARE, scope=scope)).device_id == DEVICES[0]
+        with pytest.raises(DeviceNotFound):
+            await to_device(SQUARE, "elsewhere:0", scope=scope)
+    with pytest.raises(InvalidHandle, match="not open"):
+        await to_device(SQUARE, DEVICES[0], scope=scope)
+
+
+# Arguments that are none
+
+
+async def test_arguments_of_other_types(backend: DriverBackend) -> None:
+    there = await to_device(SQUARE, DEVICES[0], backend=backend)
+    nonsense: Any
+    for nonsense in (3, "cpu", object(), backend.driver):
+        for tensor in (SQUARE, there):
+            with pytest.raises(OutOfRange, match="no backend") as caught:
+                await to_device(tensor, DEVICES[0], backend=nonsense)
+            assert caught.value.operation == "to_device"
+            with pytest.raises(OutOfRange, match="no memory scope"):
+                await to_device(tensor, DEVICES[0], backend=backend, scope=nonsense)
+        with pytest.raises(OutOfRange, match="no backend"):
+            await get_memory_manager(DEVICES[0], backend=nonsense)
+    for nonsense in (3, b"cpu", ["cpu"]):
+        with pytest.raises(OutOfRange, match="name is a str"):
+            await gpurt.default_backend(nonsense)
+    await there.free()
+
+
+async def test_records_of_devices_that_the_backend_has_not(backend: DriverBackend) -> None:
+    async with create_simulated("h100x2") as ours, create_simulated("m2-ultra") as theirs:
+        for record in (*theirs.devices, *backend.devices):
+            with pytest.raises(DeviceNotFound, match="does not have"):
+                await to_device(b"data", record, backend=ours)
+            with pytest.raises(DeviceNotFound, match="does not have"):
+                await get_memory_manager(record, backend=ours)
+
+
+async def test_a_record_means_the_device_whatever_it_is_called_here() -> None:
+    async with create_simulated("m2-ultra,h100") as first, create_simulated("h100") as second:
+        (h100,) = second.devices
+        assert h100.device_id == "simulated:0"
+        async with await to_device(b"data", h100, backend=first) as there:
+            assert there.device_id == "simulated:1"
+
+
+async def test_an_array_that_was_freed(backend: DriverBackend, driver: FaultyDriver) -> None:
+    there = await to_device(SQUARE, DEVICES[0], backend=backend)
+    await there.free()
+    calls = len(driver.calls)
+    for device, given in [(DEVICES[0], backend), (None, None), (DEVICES[1], backend)]:
+        with pytest.raises(InvalidHandle, match="freed already") as caught:
+            await to_device(there, device, backend=given)
+        assert caught.value.operation == "to_device"
+    assert len(driver.calls) == calls
+
+
+async def test_an_array_whose_backend_closes_inside_its_block(driver: FaultyDriver) -> None:
+    backend = DriverBackend(driver)
+    await backend.initialize()
+    async with await to_device(SQUARE, DEVICES[0], backend=backend):
+        with pytest.warns(ResourceWarning):
+            await backend.shutdown()  # frees it
+
+
+async def test_an_array_of_a_closed_backend(driver: FaultyDriver) -> None:
+    async with DriverBackend(driver) as backend:
+        there = await to_device(SQUARE, DEVICES[0], backend=backend)
+        await there.free()
+    with pytest.raises(BackendClosed):
+        await to_device(there, DEVICES[0], backend=backend)
 
 
 # Without a copy, where the host can address the memory
@@ -502,6 +589,10 @@ async def test_torch_tensors_that_cannot_be(backend: DriverBackend, torch: Any) 
         await to_device(torch.eye(3).to_sparse(), DEVICES[0], backend=backend)
     with pytest.raises(OutOfRange, match="no element"):
         await to_device(torch.empty(0, 3), DEVICES[0], backend=backend)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        with pytest.raises(OutOfRange, match="nested"):
+            await to_device(nested, DEVICES[0], backend=backend)
 
 
 # Without a backend: the loop's own

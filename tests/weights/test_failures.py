@@ -295,6 +295,75 @@ class TestOnTheWay:
         assert says[change] in str(caught.value)
         await rig.nothing_is_left()
 
+    async def test_another_file_for_the_time_of_the_load(
+        self, rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The path leads to what was checked before and after; in between a link on the way leads elsewhere."""
+        folders = [tmp_path / name for name in "ab"]
+        for folder in folders:
+            folder.mkdir()
+            content = CONTENT if folder.name == "a" else {name: tensor("U8", len(CONTENT[name][2])) for name in CONTENT}
+            write(folder / "model.safetensors", content)
+        link = tmp_path / "current"
+
+        def lead_to(folder: Path) -> None:
+            (tmp_path / "next").symlink_to(folder)
+            os.replace(tmp_path / "next", link)
+
+        lead_to(folders[0])
+        original = DriverBackend.load_file
+
+        async def swapped(self: DriverBackend, *args: Any, **options: Any) -> int:
+            await asyncio.to_thread(lead_to, folders[1])
+            try:
+                return await original(self, *args, **options)
+            finally:
+                await asyncio.to_thread(lead_to, folders[0])
+
+        monkeypatch.setattr(DriverBackend, "load_file", swapped)
+        with pytest.raises(WeightsError, match="another file has its name"):
+            await load_safetensors(link / "model.safetensors", rig.backend, rig.devices[0], max_concurrent=1)
+        await rig.nothing_is_left()
+
+    @pytest.mark.parametrize("always", [False, True])
+    @pytest.mark.parametrize("error", [ZeroDivisionError, OSError, asyncio.CancelledError])
+    async def test_progress_that_raises_ends_it_at_once(
+        self, rig: Rig, tmp_path: Path, always: bool, error: type[BaseException]
+    ) -> None:
+        """Also one that says so once only, and one that raises what a task group takes for an ordinary end."""
+        chunk = 1 << 16
+        rig.driver.capabilities = rig.simulated.capabilities.model_copy(update={"chunk_bytes": chunk})
+        content = {f"layers.{n}.w": tensor("U8", 16 * chunk, seed=n) for n in range(4)}
+        heard: list[tuple[int, int]] = []
+
+        def fail(done: int, total: int) -> None:
+            heard.append((done, total))
+            if done and (always or len(heard) == 2):
+                raise error
+
+        with pytest.raises(error):
+            await load_safetensors(write(tmp_path / "f", content), rig.backend, rig.both, on_progress=fail)
+        assert len(heard) == 2  # the first that raised was the last
+        assert rig.count("write") < 64
+        assert all(done <= total for done, total in heard)
+        await rig.nothing_is_left()
+        assert len(heard) == 2
+
+    async def test_no_thread_can_be_started(self, rig: Rig, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        start = threading.Thread.start
+
+        def refuse(self: threading.Thread) -> None:
+            if self.name.startswith("gpurt:weights"):
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(GPUError, match="no thread can be started") as caught:
+            await load_safetensors(path, rig.backend, rig.devices[0])
+        assert caught.value.operation == "load_safetensors"
+        assert "ulimit" in (caught.value.hint or "")
+        await rig.nothing_is_left()
+
     async def test_freeing_fails_too(self, rig: Rig, path: Path, caplog: pytest.LogCaptureFixture) -> None:
         rig.driver.inject(Fault("write", nth=1, raises=OSError("link down")))
         fault = rig.driver.inject(Fault("free", nth=1, raises=OSError("driver is confused")))

@@ -215,6 +215,32 @@ async def test_no_tensor(peer: Side, local: Side, weights: LoadedWeights) -> Non
         )
 
 
+async def test_arguments_of_other_kinds(peer: Side, local: Side, weights: LoadedWeights) -> None:
+    shard: Any = weights
+    for call, says in [
+        (lambda: copy_shard_from_peer(shard, None, local.backend, "simulated:0"), "peer must"),  # type: ignore[arg-type]
+        (lambda: copy_shard_from_peer(shard, peer.backend, None, "simulated:0"), "backend must"),  # type: ignore[arg-type]
+        (lambda: copy_shard_from_peer(None, peer.backend, local.backend, "simulated:0"), "shard must"),  # type: ignore[arg-type]
+        (lambda: copy_shard_from_peer(wrong(weights, handle=None), peer.backend, local.backend, "simulated:0"), "None"),
+        (lambda: copy_shard_from_peer(shard, peer.backend, local.backend, "simulated:0", on_progress=3), "on_progress"),  # type: ignore[arg-type]
+        (lambda: update_shard_from_peer(shard, None, shard, local.backend), "peer must"),  # type: ignore[arg-type]
+        (lambda: update_shard_from_peer(shard, peer.backend, None, local.backend), "local must"),  # type: ignore[arg-type]
+        (lambda: update_shard_from_peer({"w": None}, peer.backend, {"w": None}, local.backend), "not a tensor"),  # type: ignore[dict-item]
+    ]:
+        with pytest.raises(OutOfRange, match=says) as caught:
+            await call()
+        assert caught.value.operation in ("copy_shard_from_peer", "update_shard_from_peer")
+    assert local.count("alloc", "write") == 0
+
+
+async def test_weights_over_themselves(peer: Side, weights: LoadedWeights) -> None:
+    copied = peer.count("copy")
+    with pytest.raises(OutOfRange, match="over itself") as caught:
+        await update_shard_from_peer(weights, peer.backend, weights, peer.backend)
+    assert caught.value.operation == "update_shard_from_peer"
+    assert peer.count("copy") == copied
+
+
 async def test_handles_that_the_peer_does_not_hold(peer: Side, local: Side, weights: LoadedWeights) -> None:
     with pytest.raises(InvalidHandle, match="another backend"):
         await copy_shard_from_peer(weights, local.backend, peer.backend, "simulated:0")
@@ -393,8 +419,8 @@ async def test_a_peer_that_hangs(local: Side, tmp_path: Path) -> None:
         async with await load_safetensors(path, side.backend, "simulated:0") as theirs:
             gate = threading.Event()
             side.driver.inject(Fault("read", gate=gate))
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
+            with pytest.raises(DeviceUnresponsive):
+                async with asyncio.timeout(5):
                     await copy_shard_from_peer(theirs, side.backend, local.backend, "simulated:0")
             await local.holds(0)
             with pytest.raises(DeviceUnresponsive):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 from gpurt.benchmarks import TOPICS
+from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 
 
@@ -38,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
     path: str | None = args.compare
     old = None if path is None else read_record(path)
     on_topic: Callable[[str], None] = _announce if sys.stderr.isatty() else lambda _: None
-    with asyncio.Runner(loop_factory=_loop_factory(args.loop)) as runner:
-        results = runner.run(measure(names, quick=args.quick, device_id=args.device, on_topic=on_topic))
+    results = run_command(
+        measure(names, quick=args.quick, device_id=args.device, on_topic=on_topic),
+        loop_factory=_loop_factory(args.loop),
+    )
     record = results.as_json() | {"loop": args.loop}
     comparison = None if path is None or old is None else compare(path, old, results, record)
     if args.json:

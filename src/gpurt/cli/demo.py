@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(tempfile.mkdtemp(prefix="gpurt-demo-"))
     try:
         with screen:
-            summary = asyncio.run(_Demo(directory, simulated, screen).run())
+            summary = run_command(_Demo(directory, simulated, screen).run())
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     screen.summary(summary)

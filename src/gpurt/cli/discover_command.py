@@ -8,7 +8,6 @@ and ``--record`` 0 when the file or directory is written. With ``--json`` stdout
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ def run(args: argparse.Namespace, early: EarlyProbe | None = None) -> int:
     if args.doctor is not None:
         return _doctor(args)
     if args.watch is None:
-        result = asyncio.run(_once(args, early))
+        result = run_command(_once(args, early))
         _output(args).tell(result)
         return _exit_code(result)
     try:
-        asyncio.run(_watch(_service(args), args, _output(args)))
+        run_command(_watch(_service(args), args, _output(args)))
     except KeyboardInterrupt:
         return 0
     return 0
@@ -265,7 +265,7 @@ def _doctor(args: argparse.Namespace) -> int:
             return await service.discover_all_devices(verify=args.verify)
 
     registry = None if args.registry is None else Path(args.registry)
-    document = asyncio.run(examine_host(discover, environ=os.environ, registry=registry))
+    document = run_command(examine_host(discover, environ=os.environ, registry=registry))
     write_new(path, masked(document) if args.mask else document)
     if args.json:
         _output(args).write({"doctor": str(path), "masked": args.mask})
@@ -279,7 +279,7 @@ def _record(args: argparse.Namespace) -> int:
     from gpurt.recording.record import record
 
     _service(args)  # names of backends are checked before anything is written
-    done = asyncio.run(
+    done = run_command(
         record(Path(args.record), environ=os.environ, backends=args.backend, probe_timeout=args.timeout, mask=args.mask)
     )
     out = _output(args)
@@ -301,7 +301,7 @@ def _replay(args: argparse.Namespace) -> int:
         if getattr(args, option):
             raise GPUError(f"--fixture opens no driver and no registry: --{option} means nothing", hint="leave it out")
     recording = Recording(Path(args.fixture))
-    result = asyncio.run(recording.discover(args.backend))
+    result = run_command(recording.discover(args.backend))
     _output(args, recording).tell(result)
     return _exit_code(result)
 

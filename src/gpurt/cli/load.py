@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from gpurt.cli.running import run_command
 from gpurt.errors import DeviceNotFound
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was loaded; every failure is a :class:`~gpurt.errors.GPUError`."""
     with _progress(shown=sys.stderr.isatty() and not args.json) as progress:
-        summary = asyncio.run(_load(args, progress))
+        summary = run_command(_load(args, progress))
     if args.json:
         sys.stdout.write(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     else:

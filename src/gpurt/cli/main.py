@@ -124,7 +124,7 @@ def _interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
         # ignores the key for it.
         if callable(signal.getsignal(signal.SIGINT)):
             signal.raise_signal(signal.SIGINT)
-        else:
+        elif "asyncio" not in sys.modules or not _interrupt_loop():
             raise KeyboardInterrupt
 
     numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
@@ -139,6 +139,12 @@ def _interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt_loop() -> bool:
+    from gpurt.cli.running import interrupt
+
+    return interrupt()
 
 
 class _Version(argparse.Action):

@@ -9,6 +9,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Final
 
+from gpurt.cli.running import run_command
+
 REDRAW_S: Final = 0.1
 """At least between two pictures: a cluster of 200 nodes brings 1,800 changes at once."""
 
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.master import MasterConfig
 
-    asyncio.run(_serve(MasterConfig(cluster=args.cluster, endpoint=args.listen), as_json=args.json))
+    run_command(_serve(MasterConfig(cluster=args.cluster, endpoint=args.listen), as_json=args.json))
     return 0
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             interval_s=args.interval,
             probe_timeout_s=args.timeout,
         )
-        asyncio.run(_Session(config, check_bytes=args.check, as_json=args.json).run(args.exit_with_stdin))
+        run_command(_Session(config, check_bytes=args.check, as_json=args.json).run(args.exit_with_stdin))
     except ValueError as exc:
         if isinstance(exc, GPUError):
             raise

@@ -111,8 +111,13 @@ class NodePublisher:
             if replies:
                 raise self._name_taken(replies[0].payload)
             self._replace(result)
-            await self._engine.join(self.node, encode_snapshot(self.snapshot()), self._on_command)
+            # Before it is: whoever is cancelled in the middle of joining may have been seen, and has to say goodbye.
             self._joined = True
+            try:
+                await self._engine.join(self.node, encode_snapshot(self.snapshot()), self._on_command)
+            except Exception:
+                self._joined = False
+                raise
             # Told to those who knew an earlier run of this node and have not noticed that it ended.
             await self._send_snapshot()
 

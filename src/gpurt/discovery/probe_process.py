@@ -32,7 +32,7 @@ class EarlyProbe(NamedTuple):
     """A pidfd."""
 
 
-_SOURCE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_SOURCE: Final = __file__.rsplit(os.sep, 3)[0]
 _PLAIN: Final = frozenset({"--json", "--explain", "--verify", "--registry", "--timeout"})
 _NVIDIA: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 

@@ -13,9 +13,10 @@ from statistics import median
 from typing import Final
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import BackendClosed, DeviceNotFound, GPUError, TransferFailed, Unsupported, WrongLoop
+from gpurt.errors import BackendClosed, DeviceNotFound, GPUError, OutOfRange, TransferFailed, Unsupported, WrongLoop
 from gpurt.links.keep import keep_links
 from gpurt.links.way import peer_access, way_between
+from gpurt.memory.handles import brief, whole_number
 from gpurt.offload import off_loop
 from gpurt.registry.records import Link, LinkType, between, utc_now
 from gpurt.types import GPUDevice, MemoryHandle
@@ -49,8 +50,9 @@ async def measure_links(
     devices without a stable identity.
 
     A pair that cannot be measured (no memory left, device lost, wrong bytes) is in the result with its ``failure``,
-    and costs no other. Nothing else should use the devices meanwhile: it would be measured, too. Takes about 0.2 s a
-    pair, and up to 1 s where copies go through the host.
+    and costs no other; the file keeps its earlier figures, if it has any, beside that failure. Nothing else should use
+    the devices meanwhile: it would be measured, too. Takes about 0.2 s a pair, and up to 1 s where copies go through
+    the host.
 
     Args:
         backend: initialised.
@@ -60,8 +62,9 @@ async def measure_links(
         registry_path: the registry file; None is the one in the user's state directory.
 
     Raises:
-        DeviceNotFound, BackendClosed, WrongLoop.
+        DeviceNotFound, BackendClosed, WrongLoop. OutOfRange: no backend, or ``max_bytes`` is no size.
     """
+    _check("measure_links", backend, max_bytes)
     devices = await _devices(backend, device_ids)
     links: list[Link] = []
     for src, dst in permutations(devices, 2):
@@ -71,7 +74,9 @@ async def measure_links(
             raise
         except GPUError as exc:
             _log.warning("%s to %s is not measured: %s", src.device_id, dst.device_id, exc)
-            link = _link(src, dst, link_type=LinkType.UNKNOWN, link_reason="not measured", failure=str(exc))
+            link = _link(
+                src, dst, link_type=LinkType.UNKNOWN, link_reason="not measured", failure=str(exc), failed_at=utc_now()
+            )
         links.append(link)
     if keep:
         # Where a device is known by its position only, the next start may mean another by it.
@@ -99,10 +104,9 @@ async def measure_link(
 
     Raises:
         TransferFailed: a copy failed, or other bytes arrived. OutOfMemory, DeviceLost, DeviceNotFound, BackendClosed.
-        ValueError: ``max_bytes`` is less than 4,096.
+        OutOfRange: no backend, or ``max_bytes`` is less than 4,096.
     """
-    if max_bytes < SMALL_BYTES:
-        raise ValueError(f"max_bytes must be {SMALL_BYTES} at least, not {max_bytes}")
+    _check("measure_link", backend, max_bytes)
     src, dst = await _device(backend, src_device_id), await _device(backend, dst_device_id)
     nbytes = min(max_bytes, await _affordable(backend, src_device_id), await _affordable(backend, dst_device_id))
     nbytes = max(nbytes // SMALL_BYTES, 1) * SMALL_BYTES
@@ -115,6 +119,16 @@ async def measure_link(
     peers = peer_access(backend, src_device_id, dst_device_id)
     way = await off_loop("links", lambda: way_between(src, dst, peers))
     return _link(src, dst, **asdict(way), bandwidth_gbps=bandwidth_gbps, latency_us=latency_us, bytes_measured=nbytes)
+
+
+def _check(operation: str, backend: object, max_bytes: object) -> None:
+    if not isinstance(backend, GPUBackend):
+        raise OutOfRange(
+            f"backend must be an initialised backend, not {type(backend).__name__}",
+            operation=operation,
+        )
+    if whole_number(max_bytes, "max_bytes") < SMALL_BYTES:
+        raise OutOfRange(f"max_bytes must be {SMALL_BYTES:,} at least, not {brief(max_bytes)}", operation=operation)
 
 
 async def _devices(backend: GPUBackend, device_ids: Sequence[str] | None) -> list[GPUDevice]:

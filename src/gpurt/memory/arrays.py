@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from gpurt.backend import GPUBackend
 from gpurt.driver import Driver
-from gpurt.errors import InvalidHandle, OutOfRange, Unsupported
-from gpurt.memory.hosttensor import load_numpy
-from gpurt.memory.scope import (
-    ScopedArray,
-    itemsize,
-)
+from gpurt.errors import BackendClosed, HandleInUse, InvalidHandle, Unsupported
+from gpurt.memory.elements import load_numpy, numpy_dtype
+from gpurt.memory.hostbytes import host_memory_ran_out
+from gpurt.memory.scope import ScopedArray
+from gpurt.memory.undo import outlived, tell_beside
 from gpurt.memory.views import DeviceView
 
 if TYPE_CHECKING:
@@ -53,6 +49,7 @@ class DeviceArray(ScopedArray):
 
         Raises:
             Unsupported: ``copy`` is False and the host cannot address the memory; or NumPy has no such dtype.
+            OutOfMemory: the host's.
         """
         np = await load_numpy()
         dtype = self._numpy_dtype(np)
@@ -62,7 +59,11 @@ class DeviceArray(ScopedArray):
             except Unsupported:
                 if copy is False:
                     raise
-        array: Any = np.empty(self.shape, dtype)
+        try:
+            array: Any = np.empty(self.shape, dtype)
+        except MemoryError as exc:
+            hint = "numpy(copy=False) where the host can address the memory, or copy_into in parts"
+            raise host_memory_ran_out(self.nbytes, hint, "DeviceArray.numpy") from exc
         # As bytes: dtypes that other packages add to NumPy have no buffer protocol.
         await self.backend.copy_into(self.handle, array.reshape(-1).view(np.uint8))
         return array
@@ -75,9 +76,8 @@ class DeviceArray(ScopedArray):
         """The array without a copy, for NumPy, CuPy, PyTorch or whoever reads DLPack. Close it after use.
 
         Raises:
-            Unsupported: the device's memory is visible to no other library; or NumPy has no such dtype.
+            Unsupported: the device's memory is visible to no other library.
         """
-        self._numpy_dtype(await load_numpy())
         return await self.backend.view(self.handle, self.shape, self.dtype)
 
     async def free(self) -> None:
@@ -94,8 +94,15 @@ class DeviceArray(ScopedArray):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with contextlib.suppress(InvalidHandle):  # freed by hand
+        try:
             await self.free()
+        except (InvalidHandle, BackendClosed):
+            return  # freed by hand, or with everything else by a shutdown
+        except HandleInUse as error:  # freed when the view is gone, as by a memory scope
+            outlived(self.backend, self.handle)
+            if exc is None:
+                raise
+            tell_beside(exc, "freeing an array", error)
 
     async def _shared(self) -> NDArray[Any]:
         driver = getattr(self.backend, "driver", None)
@@ -114,27 +121,7 @@ class DeviceArray(ScopedArray):
 
     def _numpy_dtype(self, np: Any) -> np.dtype[Any]:
         try:
-            return np.dtype(self.dtype)
-        except TypeError as exc:
-            raise Unsupported(
-                f"NumPy has no dtype {self.dtype}",
-                device_id=self.device_id,
-                operation="DeviceArray",
-                hint="use tobytes(), or import ml_dtypes, which adds it",
-            ) from exc
-
-
-def array_extents(shape: int | Sequence[int], dtype: str, operation: str) -> tuple[tuple[int, ...], int]:
-    """Extents and bytes of an array. ``shape``: extents, or one number of elements.
-
-    Raises:
-        OutOfRange: unknown dtype, no element, or a negative extent.
-    """
-    extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-    if any(extent < 1 for extent in extents):
-        raise OutOfRange(f"an array of shape {extents} has no element", operation=operation)
-    try:
-        return extents, math.prod(extents) * itemsize(dtype)
-    except OutOfRange as exc:
-        exc.operation = operation
-        raise
+            return numpy_dtype(np, self.dtype)
+        except Unsupported as exc:
+            exc.device_id, exc.operation = self.device_id, "DeviceArray"
+            raise

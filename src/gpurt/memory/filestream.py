@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, Any, Final
 
 from gpurt.driver import Driver
 from gpurt.errors import OutOfRange, TransferFailed
+from gpurt.memory.openedfile import FileVersion, brief_path
 
 STAGING_BYTES: Final = 16 << 20
 """Most host memory that one load takes where neither the driver reads files itself nor its memory can be addressed."""
+
+
+_HINTS: Final = {
+    errno.ENOENT: "is the path right, and the file on this machine? a relative path begins at the working directory",
+    errno.EACCES: "may the user of this process read the file and enter its folders?",
+    errno.ENAMETOOLONG: "the path is longer than the file system allows",
+    errno.EMFILE: "this process has too many open files: close some, or raise ulimit -n",
+}
+
+
+class FileChanged(TransferFailed):
+    """A file is not any more what it was when it was opened."""
 
 
 def stream_file(
@@ -22,6 +37,7 @@ def stream_file(
     mem: Any,
     path: str,
     *,
+    version: FileVersion | None,
     file_offset: int,
     size_bytes: int | None,
     mem_offset: int,
@@ -33,24 +49,33 @@ def stream_file(
     """Lane thread: copy ``path[file_offset:file_offset + size_bytes]`` to ``mem[mem_offset:]``; returns bytes.
 
     Args:
+        version: what must be found under the name; None is any file.
         size_bytes: None is to the end of the file.
         room_bytes: how much fits.
         wanted: asked before each chunk; when it says no, the load ends where it is.
         on_progress: hears the bytes done after each chunk.
 
     Raises:
-        OutOfRange: not inside the file, or does not fit. TransferFailed: the file is unreadable, is shorter than it
-            said, or was changed meanwhile.
+        OutOfRange: not inside the file, or does not fit. FileChanged: it is another version of the file than
+            ``version``, is shorter than it said, or was changed meanwhile. TransferFailed: it is unreadable.
     """
+    name = brief_path(path)
     with _open(path) as file:
         before = _status(file, path)
         if not stat.S_ISREG(before.st_mode):
-            raise TransferFailed(f"{path} is not a regular file")
-        size = before.st_size - file_offset if size_bytes is None else size_bytes
-        if size < 0 or file_offset + size > before.st_size:
-            raise OutOfRange(f"{path} has {before.st_size:,} bytes; {size:,} at {file_offset:,} are not inside")
+            raise TransferFailed(f"{name} is not a regular file")
+        found = FileVersion.of(before)
+        if version is not None and (change := version.change(found)) is not None:
+            raise FileChanged(f"{name} was changed before it was read: {change}", hint="load it again")
+        if not found.size:
+            _check_empty(file, path)
+        if file_offset > found.size:
+            raise OutOfRange(f"{name} has {found.size:,} bytes; file_offset {file_offset:,} is not inside")
+        size = found.size - file_offset if size_bytes is None else size_bytes
+        if file_offset + size > found.size:
+            raise OutOfRange(f"{name} has {found.size:,} bytes; {size:,} at {file_offset:,} are not inside")
         if size > room_bytes:
-            raise OutOfRange(f"{size:,} bytes of {path} do not fit: the allocation has room for {room_bytes:,}")
+            raise OutOfRange(f"{size:,} bytes of {name} do not fit: the allocation has room for {room_bytes:,}")
         copy = _copier(driver, index, mem, path)
         done = 0
         while done < size and wanted():
@@ -58,10 +83,29 @@ def stream_file(
             copy(file, file_offset + done, mem_offset + done, step)
             done += step
             on_progress(done)
-        after = _status(file, path)
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise TransferFailed(f"{path} was changed while it was read", hint="load it again")
+        change = _changed(found, FileVersion.of(_status(file, path)))
+    if change is not None:
+        raise FileChanged(f"{name} was changed while it was read: {change}", hint="load it again")
     return done
+
+
+def _changed(before: FileVersion, after: FileVersion) -> str | None:
+    """What happened to the open file. That it lost a name, deleted or replaced by another, is no matter: it is read to
+    its end all the same, and that is why its inode changed."""
+    if after.links < before.links:
+        after = replace(after, ctime_ns=before.ctime_ns)
+    return before.change(after)
+
+
+def _check_empty(file: Any, path: str) -> None:
+    """Refuse files whose bytes are made while they are read: their size says nothing."""
+    with _reading(path):
+        some = file.read(1)
+    if some:
+        raise TransferFailed(
+            f"{brief_path(path)} says that it has no bytes, and has some: it is no ordinary file",
+            hint="files such as those in /proc must be copied first",
+        )
 
 
 def _open(path: str) -> IO[bytes]:
@@ -69,7 +113,7 @@ def _open(path: str) -> IO[bytes]:
         with _reading(path):
             return open(path, "rb", buffering=0, opener=_open_without_waiting)
     except ValueError as exc:  # a NUL in the name, or what no file system can hold
-        raise TransferFailed(f"{path!r}: {exc}") from exc
+        raise TransferFailed(f"{brief_path(path)!r}: {exc}") from exc
 
 
 @contextmanager
@@ -82,7 +126,9 @@ def _reading(path: str) -> Generator[None]:
 
 
 def _unreadable(path: str, exc: OSError) -> TransferFailed:
-    return TransferFailed(f"{path}: {exc.strerror or exc}", code=exc.errno)
+    return TransferFailed(
+        f"{brief_path(path)}: {exc.strerror or type(exc).__name__}", code=exc.errno, hint=_HINTS.get(exc.errno or 0)
+    )
 
 
 def _status(file: Any, path: str) -> os.stat_result:
@@ -140,5 +186,7 @@ def _read_exactly(file: Any, offset: int, view: memoryview, path: str) -> None:
             done += got
 
 
-def _short(path: str, at: int) -> TransferFailed:
-    return TransferFailed(f"{path} ended at byte {at:,}: it became shorter while it was read", hint="load it again")
+def _short(path: str, at: int) -> FileChanged:
+    return FileChanged(
+        f"{brief_path(path)} ended at byte {at:,}: it became shorter while it was read", hint="load it again"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.errors import InvalidHandle, OutOfRange
@@ -17,7 +17,7 @@ from gpurt.order import Chain
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.memory.views import DeviceView
+    from gpurt.memory.lease import Lease
 
 
 _MOST_BITS: Final = 128
@@ -37,7 +37,7 @@ class Allocation:
         self.chain = Chain()
         self.exported = False
         """Another library had its device address, and may have work queued on it that we know nothing of."""
-        self._views: list[DeviceView] = []
+        self._views: list[Lease] = []
 
     @property
     def open_views(self) -> int:
@@ -47,8 +47,13 @@ class Allocation:
         self._views = [view for view in self._views if view.in_use]
         return len(self._views)
 
-    def add_view(self, view: DeviceView) -> None:
+    def add_view(self, view: Lease) -> None:
         self._views.append(view)
+
+    def when_unviewed(self, callback: Callable[[], object]) -> None:
+        """Call back, on any thread, when one of the views of now is in use no more: look then whether all are."""
+        for view in self._views[:1]:
+            view.when_unused(callback)
 
 
 class HandleTable:
@@ -83,7 +88,10 @@ class HandleTable:
             raise InvalidHandle(
                 "the handle belongs to another backend instance, process or run", device_id=str(handle.device_id)
             )
-        allocation = self._live.get(handle.handle_id)
+        try:
+            allocation = self._live.get(handle.handle_id)
+        except TypeError as exc:
+            raise InvalidHandle(f"the handle is malformed: {exc}", device_id=str(handle.device_id)) from exc
         if allocation is None:
             raise InvalidHandle("the handle was freed already", device_id=str(handle.device_id))
         if allocation.handle is not handle and allocation.handle != handle:

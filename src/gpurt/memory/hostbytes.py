@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final
 
+from gpurt.errors import OutOfMemory
+
 # Below this the copy is cheaper than the detour, and one-byte objects may be shared singletons.
 _DIRECT_MIN_BYTES: Final = 1 << 16
 _PyBUF_WRITE: Final = 0x200
@@ -30,13 +32,34 @@ def _direct() -> tuple[Callable[[None, int], bytes], Callable[[int, int, int], m
 
 
 def read_bytes(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
-    """``nbytes`` of new bytes with contents by ``fill(writable memoryview of unsigned bytes)``."""
+    """``nbytes`` of new bytes with contents by ``fill(writable memoryview of unsigned bytes)``.
+
+    Raises:
+        OutOfMemory: the host has not so much. Not for a MemoryError of ``fill``.
+    """
+    hint = "read in parts, or with copy_into to memory that is there already"
     if nbytes < _DIRECT_MIN_BYTES or sys.implementation.name != "cpython":
-        buffer = bytearray(nbytes)
+        try:
+            buffer = bytearray(nbytes)
+        except MemoryError as exc:
+            raise host_memory_ran_out(nbytes, hint) from exc
         fill(memoryview(buffer))
         return bytes(buffer)
     new_bytes, view_memory = _direct()
-    result = new_bytes(None, nbytes)
+    try:
+        result = new_bytes(None, nbytes)
+    except MemoryError as exc:
+        raise host_memory_ran_out(nbytes, hint) from exc
     # The characters end one byte (the terminating NUL) before the end of the object's fixed part.
     fill(view_memory(id(result) + bytes.__basicsize__ - 1, nbytes, _PyBUF_WRITE).cast("B"))
     return result
+
+
+def host_memory_ran_out(nbytes: int, hint: str, operation: str | None = None) -> OutOfMemory:
+    """The error for ``nbytes`` of host memory that the system refused. The device's figures would mislead in it."""
+    return OutOfMemory(
+        f"host memory ran out, not the device's: {nbytes:,} bytes could not be had",
+        requested_bytes=nbytes,
+        operation=operation,
+        hint=hint,
+    )

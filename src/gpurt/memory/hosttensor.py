@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from gpurt.errors import GPUError, OutOfRange, Unsupported
+from gpurt.memory.elements import load_numpy
 from gpurt.memory.hostbuffer import HostBuffer
+from gpurt.memory.hostbytes import host_memory_ran_out
 from gpurt.offload import off_loop
 
 T = TypeVar("T")
@@ -36,19 +39,17 @@ class HostTensor:
     """The bytes in C order, flat. Copies where they are not in order; on any thread."""
 
     async def packed(self) -> memoryview:
-        """``pack``, off the event loop where it is long."""
-        if self.in_order or self.nbytes <= INLINE_BYTES:
-            return self.pack()
-        return await off_loop("host", self.pack)
+        """``pack``, off the event loop where it is long.
 
-
-async def load_numpy() -> Any:
-    """NumPy, whose first import takes 0.1 s and so happens off the event loop."""
-    loaded = sys.modules.get("numpy")
-    # A module that another thread is still importing is there already, without its contents.
-    if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
-        return loaded
-    return await off_loop("host", lambda: importlib.import_module("numpy"))
+        Raises:
+            OutOfMemory: the host's, for the copy in order.
+        """
+        try:
+            if self.in_order or self.nbytes <= INLINE_BYTES:
+                return self.pack()
+            return await off_loop("host", self.pack)
+        except MemoryError as exc:
+            raise host_memory_ran_out(self.nbytes, "pass it in C order, which needs no copy", _OPERATION) from exc
 
 
 async def understand(tensor: object) -> HostTensor:
@@ -57,13 +58,14 @@ async def understand(tensor: object) -> HostTensor:
 
     Raises:
         OutOfRange: not a tensor, or its elements cannot be copied: objects, text, times, records, foreign byte order,
-            masked or sparse arrays.
+            masked, sparse or nested arrays.
         Unsupported: its memory is a device's.
     """
     torch: Any = sys.modules.get("torch")
     kind = getattr(torch, "Tensor", None)
     if kind is not None and isinstance(tensor, kind):
-        return _from_torch(cast(Any, tensor), torch)
+        with _torch_answers():
+            return _from_torch(cast(Any, tensor), torch)
     if isinstance(tensor, HostBuffer):
         return _from_buffer(tensor.memory)
     if isinstance(tensor, bytes | bytearray):
@@ -102,6 +104,8 @@ def _from_torch(tensor: Any, torch: Any) -> HostTensor:
             operation=_OPERATION,
             hint="pass tensor.cpu()",
         )
+    if tensor.is_nested:  # of layout strided or jagged, and without a shape
+        raise _refused("a nested tensor has no shape", "pass its tensors one by one, or to_padded_tensor()")
     if tensor.layout is not torch.strided:
         raise _refused(f"the tensor is stored as {tensor.layout}", "pass tensor.to_dense()")
     # Whoever asks for the bytes does not ask for their history.
@@ -109,11 +113,23 @@ def _from_torch(tensor: Any, torch: Any) -> HostTensor:
     in_order = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
     def pack() -> memoryview:
-        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return memoryview(flat.view(torch.uint8).numpy())  # as bytes: NumPy has not all of PyTorch's dtypes
+        with _torch_answers():
+            flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            return memoryview(flat.view(torch.uint8).numpy())  # as bytes: NumPy has not all of PyTorch's dtypes
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     return HostTensor(tuple(tensor.shape), dtype, tensor.nbytes, in_order, pack)
+
+
+@contextmanager
+def _torch_answers() -> Generator[None]:
+    """Some of PyTorch's tensors stand for others, and answer the simplest questions with an error of PyTorch's."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as exc:
+        if isinstance(exc, GPUError):
+            raise
+        raise _refused(f"PyTorch cannot give the tensor's bytes: {exc}", "pass tensor.detach().clone()") from exc
 
 
 def _from_protocol(tensor: Any, np: Any) -> HostTensor:

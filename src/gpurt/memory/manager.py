@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, Unsupported
-from gpurt.memory.arrays import DeviceArray, array_extents
+from gpurt.memory.arrays import DeviceArray
+from gpurt.memory.elements import DType, Shape, understand_array
 from gpurt.memory.ledger import Usage
 from gpurt.memory.pool import PoolStatistics
 from gpurt.types import MemoryInfo
@@ -75,17 +76,18 @@ class MemoryManager:
             peak_live_bytes=usage.peak_bytes,
         )
 
-    async def allocate(self, shape: int | Sequence[int], dtype: str = "uint8") -> DeviceArray:
+    async def allocate(self, shape: Shape, dtype: DType = "uint8") -> DeviceArray:
         """Allocate an array; contents are unspecified. ``shape``: extents, or one number of elements; ``dtype``:
-        ``float32``, ``bfloat16``, … Two live arrays never share memory. A block that was freed serves the next array of
-        its size without a call of the library, and without leaving the event loop.
+        ``float32``, ``bfloat16``, …, or NumPy's names, short codes, dtypes and scalar types for them. Two live arrays
+        never share memory. A block that was freed serves the next array of its size without a call of the library, and
+        without leaving the event loop.
 
         Raises:
-            OutOfRange: unknown dtype, no element, or a negative extent. OutOfMemory.
+            OutOfRange: unknown dtype, no shape, no element, or a negative extent. OutOfMemory.
         """
-        extents, nbytes = array_extents(shape, dtype, "MemoryManager.allocate")
+        extents, name, nbytes = await understand_array(shape, dtype, "MemoryManager.allocate")
         handle = await self.backend.allocate(self.device_id, nbytes)
-        return DeviceArray(handle, extents, dtype, self.backend)
+        return DeviceArray(handle, extents, name, self.backend)
 
     async def clear_cache(self) -> int:
         """Give the device back all memory that is kept for later: the pool's, the library's and, for the whole backend,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import Unsupported
 from gpurt.memory.hostbuffer import HostBuffer
+from gpurt.memory.hostbytes import host_memory_ran_out
 from gpurt.types import MemoryHandle
 
 STAGING_BYTES: Final = 16 << 20
@@ -64,10 +67,13 @@ async def _stream(source: Place, target: Place, size_bytes: int, on_progress: Ca
 
     def read(start: int) -> asyncio.Task[int]:
         memory = buffers[start // step % 2].memory[: min(step, size_bytes - start)]
+        filling.append(memory)
         copy = source.backend.copy_into(source.handle, memory, source.offset_bytes + start)
         return asyncio.create_task(copy, name="gpurt:transfer")
 
     buffers: list[HostBuffer] = []
+    filling: deque[memoryview] = deque()
+    """Parts of the buffers that are being read into or written from."""
     reading: asyncio.Task[int] | None = None
     try:
         for _ in range(1 if step == size_bytes else 2):
@@ -77,31 +83,43 @@ async def _stream(source: Place, target: Place, size_bytes: int, on_progress: Ca
             # Not awaited itself: to cancel it would mean to wait for the source's driver, which may hang.
             await asyncio.wait({reading})
             count = reading.result()
-            filled = buffers[start // step % 2].memory[:count]
+            filled = filling[0]
             if start + step < size_bytes:
                 reading = read(start + step)
             await target.backend.copy_to_device(filled, target.handle, target.offset_bytes + start)
+            _release(filling.popleft())
             if on_progress is not None:
                 on_progress(start + count)
     finally:
         if reading is None or reading.done():
-            _close(buffers, reading)
+            _close(buffers, filling, reading)
         else:
             reading.cancel()
-            reading.add_done_callback(lambda task: _close(buffers, task))
+            reading.add_done_callback(lambda task: _close(buffers, filling, task))
+        del reading  # its failure has this frame in its traceback
 
 
 async def _buffer(target: Place, size_bytes: int) -> HostBuffer:
     """The target's own, because it waits for its own copies before it gives a closed buffer to somebody else."""
-    try:
+    with contextlib.suppress(Unsupported):
         return await target.backend.host_buffer(target.handle.device_id, size_bytes)
-    except Unsupported:
+    try:
         return HostBuffer(memoryview(bytearray(size_bytes)), False, lambda: None)
+    except MemoryError as exc:
+        raise host_memory_ran_out(size_bytes, "free memory of the host") from exc
 
 
-def _close(buffers: Sequence[HostBuffer], reading: asyncio.Task[int] | None) -> None:
+def _close(buffers: Sequence[HostBuffer], filling: Iterable[memoryview], reading: asyncio.Task[int] | None) -> None:
+    for memory in filling:
+        _release(memory)
     for buffer in buffers:
         buffer.close()
     if reading is not None and not reading.cancelled() and (error := reading.exception()) is not None:
         # Either the caller has it, or the other side had failed before, which is what the caller is told.
         log.debug("reading from a peer: %s", error)
+
+
+def _release(memory: memoryview) -> None:
+    """The traceback of a failure would keep it, and so the buffer's block. A copy under way has a view of its own."""
+    with contextlib.suppress(BufferError):  # a backend still has an array of it, which will go
+        memory.release()

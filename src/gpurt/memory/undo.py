@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendClosed, GPUError, HandleInUse
@@ -21,6 +21,21 @@ async def undo_allocations(backend: GPUBackend, handles: Sequence[MemoryHandle],
         log.error("an allocation was not freed after a failure: %s", error)
     elif error is not None:
         raise error from failure  # cancelled meanwhile: who cancels must see it
+
+
+def outlived(backend: GPUBackend, handle: MemoryHandle) -> None:
+    """An owner ends before the views of its allocation do: let the backend free it when they are gone, where it can
+    (one that cannot tells of it at shutdown)."""
+    later: Callable[[MemoryHandle], None] | None = getattr(backend, "free_when_unviewed", None)
+    if later is not None:
+        later(handle)
+
+
+def tell_beside(failure: BaseException, what: str, error: Exception) -> None:
+    """``error`` happened while ``failure`` was on its way out, which goes on: a note on it, and a line in the log."""
+    text = f"{what}: {error}"
+    failure.add_note(text)
+    log.warning("%s; beside %s", text, type(failure).__name__)
 
 
 async def free_all(

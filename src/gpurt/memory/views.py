@@ -6,16 +6,18 @@ Where the host can address device memory: buffer protocol, NumPy, DLPack. Where 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 import sys
-import weakref
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from gpurt.errors import HandleInUse, OutOfRange, Unsupported
+from gpurt.memory.elements import DType, Shape, any_element, extents_of, numpy_dtype
+from gpurt.memory.handles import brief
+from gpurt.memory.lease import Lease
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
@@ -27,8 +29,9 @@ class DeviceView:
     """A live window on an allocation.
 
     While the view is open, and while an array or a memoryview made from it is alive, ``deallocate`` raises
-    ``HandleInUse``. Arrays that another library made on a device are that library's: close the view when they are
-    gone. Make the device current first (``cupy.cuda.Device(n)``), or CuPy copies instead of sharing.
+    ``HandleInUse``. A view that is dropped without ``close`` gives a ``ResourceWarning`` and is closed. Arrays that
+    another library made on a device are that library's: close the view when they are gone. Make the device current
+    first (``cupy.cuda.Device(n)``), or CuPy copies instead of sharing.
 
     Reading and writing through a view is ordered after everything submitted on the handle before ``view`` was
     called, and against nothing later: await your copies before you touch the array. Everything before is complete
@@ -38,32 +41,51 @@ class DeviceView:
     Use ``with await backend.view(handle, (4, 4), "float32") as view: view.numpy()``.
     """
 
-    def __init__(self, handle: MemoryHandle, shape: Sequence[int] | None, dtype: str) -> None:
+    def __init__(self, handle: MemoryHandle, shape: Shape | None, dtype: DType) -> None:
+        # Pending counts as in use: a deallocate between the call and its completion must see it.
+        self.lease = Lease()
         self.handle = handle
-        self.dtype = dtype
+        self.dtype = dtype if isinstance(dtype, str) else brief(dtype)
+        """Name of the element type: ``float32``, ``bfloat16``, ``>f4``, …"""
         self._shape = shape
+        self._element = dtype
+        self._numpy_dtype: np.dtype[Any] | None = None
         self._extents: tuple[int, ...] = ()
-        self._memory: memoryview | None = None
+        self._nbytes = 0
         self._pointer: int | None = None
         self._device_index = 0
-        # Pending counts as in use: a deallocate between the call and its completion must see it.
-        self._closed = False
-        self._users: list[weakref.ref[Any]] = []
-        """What keeps a piece of this view alive in somebody's hands."""
 
     def attach(self, memory: memoryview) -> None:
         """Fill a view that was announced before. NumPy is imported here: call it off the event loop.
 
         Raises:
-            OutOfRange: unknown dtype, negative extent, or more bytes than the allocation has.
+            OutOfRange: unknown dtype, no shape, negative extent, or more bytes than the allocation has.
         """
-        self._extents, nbytes = _extent(self.handle, self._shape, self.dtype)
-        self._memory = memory[:nbytes]
+        self._measure()
+        self.lease.attach(memory[: self._nbytes])
 
     def attach_pointer(self, pointer: int, device_index: int) -> None:
         """As ``attach``, with a device address of CUDA's device ``device_index``."""
-        self._extents, self._nbytes = _extent(self.handle, self._shape, self.dtype)
+        self._measure()
         self._pointer, self._device_index = pointer, device_index
+
+    def _measure(self) -> None:
+        np = importlib.import_module("numpy")
+        handle = self.handle
+        try:
+            self.dtype, itemsize, self._numpy_dtype = any_element(np, self._element)
+            shape = handle.size_bytes // itemsize if self._shape is None else self._shape
+            self._extents = extents_of(shape, least=0)
+        except OutOfRange as exc:
+            exc.device_id = handle.device_id
+            raise
+        self._nbytes = math.prod(self._extents) * itemsize
+        if self._nbytes > handle.size_bytes:
+            raise OutOfRange(
+                f"a {self.dtype} array of shape {self._extents} needs {self._nbytes:,} bytes; "
+                f"the allocation has {handle.size_bytes:,}",
+                device_id=handle.device_id,
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,27 +93,19 @@ class DeviceView:
 
     @property
     def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def in_use(self) -> bool:
-        """Something may still look into the memory."""
-        return not self._closed or self._users_alive()
-
-    def _users_alive(self) -> bool:
-        return any(user() is not None for user in self._users)
+        return self.lease.closed
 
     def memoryview(self) -> memoryview:
         """The bytes of the view: one-dimensional, writable."""
-        memory = self._open()
-        # A memoryview of a memoryview counts nowhere, so nobody could see that an array still hangs on it. This one
-        # hangs on an object of its own, which lives exactly as long as anything made from it.
-        exporter = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
-        self._users.append(weakref.ref(exporter))
-        return memoryview(exporter).cast("B")
+        self._check_open()
+        return self.lease.memory()
 
     def numpy(self) -> NDArray[Any]:
-        """The view as a NumPy array of its shape and dtype, sharing memory."""
+        """The view as a NumPy array of its shape and dtype, sharing memory.
+
+        Raises:
+            Unsupported: the host cannot address the memory, or NumPy has no such dtype. HandleInUse: closed.
+        """
         import numpy as np
 
         if self._pointer is not None:
@@ -101,7 +115,7 @@ class DeviceView:
                 operation="DeviceView.numpy",
                 hint="cupy.asarray(view), torch.from_dlpack(view), or backend.copy_into",
             )
-        array: NDArray[Any] = np.frombuffer(self.memoryview(), dtype=self.dtype)
+        array: NDArray[Any] = np.frombuffer(self.memoryview(), dtype=self._dtype(np))
         return array.reshape(self._extents)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -129,7 +143,7 @@ class DeviceView:
 
         return {
             "shape": self._extents,
-            "typestr": np.dtype(self.dtype).str,
+            "typestr": self._dtype(np).str,
             "data": (self._device_pointer(), False),
             "version": 3,
             "strides": None,  # C order
@@ -147,18 +161,21 @@ class DeviceView:
         cupy: Any = importlib.import_module("cupy")
         options.pop("stream", None)  # complete already, so no stream need wait
         memory = cupy.cuda.UnownedMemory(self._device_pointer(), self._nbytes, self, self._device_index)
-        return cupy.ndarray(self._extents, self.dtype, cupy.cuda.MemoryPointer(memory, 0)).__dlpack__(**options)
+        return cupy.ndarray(
+            self._extents, self._dtype(importlib.import_module("numpy")), cupy.cuda.MemoryPointer(memory, 0)
+        ).__dlpack__(**options)
 
     def _device_pointer(self) -> int:
-        if self._closed or self._pointer is None:
-            raise HandleInUse("the view is closed", device_id=self.handle.device_id, operation="DeviceView")
+        self._check_open()
+        assert self._pointer is not None
         return self._pointer
+
+    def _dtype(self, np: Any) -> np.dtype[Any]:
+        return numpy_dtype(np, self.dtype) if self._numpy_dtype is None else self._numpy_dtype
 
     def close(self) -> None:
         """Let go of the memory. Idempotent. What was made from the view keeps the handle in use until it dies."""
-        memory, self._memory, self._closed = self._memory, None, True
-        if memory is not None and not self._users_alive():
-            memory.release()
+        self.lease.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,24 +185,12 @@ class DeviceView:
     ) -> None:
         self.close()
 
-    def _open(self) -> memoryview:
-        if self._memory is None:
+    # The function as a default: at the end of the process the module's names may be gone.
+    def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:
+        if not self.closed:
+            _warn(f"a view of {self.handle} was never closed", ResourceWarning, source=self)
+            self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
             raise HandleInUse("the view is closed", device_id=self.handle.device_id, operation="DeviceView")
-        return self._memory
-
-
-def _extent(handle: MemoryHandle, shape: Sequence[int] | None, dtype: str) -> tuple[tuple[int, ...], int]:
-    import numpy as np
-
-    try:
-        itemsize = np.dtype(dtype).itemsize
-    except TypeError as exc:
-        raise OutOfRange(f"{dtype!r} is not a NumPy dtype", device_id=handle.device_id) from exc
-    extents = (handle.size_bytes // itemsize,) if shape is None else tuple(int(extent) for extent in shape)
-    nbytes = math.prod(extents) * itemsize
-    if any(extent < 0 for extent in extents) or nbytes > handle.size_bytes:
-        raise OutOfRange(
-            f"a {dtype} array of shape {extents} needs {nbytes:,} bytes; the allocation has {handle.size_bytes:,}",
-            device_id=handle.device_id,
-        )
-    return extents, nbytes

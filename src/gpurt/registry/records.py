@@ -91,7 +91,9 @@ class Link(MappingModel):
     bytes_measured: int = Field(default=0, ge=0)
     """Size of each large copy."""
     failure: str | None = None
-    """Why there are no figures."""
+    """Why there are no figures, or, where there are, why the last attempt to measure them anew gave none."""
+    failed_at: str | None = None
+    """When that was; ISO 8601, UTC."""
     driver_version: str | None = None
     measured_at: str
     """ISO 8601, UTC."""
@@ -121,10 +123,24 @@ def with_tuning(records: Iterable[TuningRecord], new: TuningRecord) -> tuple[Tun
 
 
 def with_links(links: Iterable[Link], new: Iterable[Link]) -> tuple[Link, ...]:
-    """The newest first; of each ordered pair only the last measurement."""
-    latest = {(link.src, link.dst): link for link in new}
-    rest = (link for link in links if (link.src, link.dst) not in latest)
+    """The newest first; of each ordered pair only the last measurement. One that failed replaces no figures: it is
+    told beside them."""
+    known = tuple(links)
+    measured = {(link.src, link.dst): link for link in known if link.bandwidth_gbps is not None}
+    latest: dict[tuple[str, str], Link] = {}
+    for link in new:
+        before = latest.get((link.src, link.dst)) or measured.get((link.src, link.dst))
+        latest[link.src, link.dst] = link if link.failure is None or before is None else _failed_again(before, link)
+    rest = (link for link in known if (link.src, link.dst) not in latest)
     return (*latest.values(), *rest)[:MAX_LINKS]
+
+
+def _failed_again(before: Link, now: Link) -> Link:
+    """The figures that there are, with why and when there were no others."""
+    if before.bandwidth_gbps is None:
+        return now
+    names = {"src_device_id": now.src_device_id, "dst_device_id": now.dst_device_id}
+    return before.model_copy(update=names | {"failure": now.failure, "failed_at": now.failed_at or now.measured_at})
 
 
 def between(links: Iterable[Link], ids: Collection[str]) -> tuple[Link, ...]:

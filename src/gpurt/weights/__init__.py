@@ -12,6 +12,7 @@ from gpurt.weights.header import DTYPES, DType, Header, TensorInfo, parse_header
 from gpurt.weights.index import parse_index
 from gpurt.weights.loaded import LoadedTensor, LoadedWeights
 from gpurt.weights.loader import load_safetensors
+from gpurt.weights.peer import copy_shard_from_peer, update_shard_from_peer
 from gpurt.weights.selection import Only, Placement
 
 __all__ = [
@@ -24,8 +25,10 @@ __all__ = [
     "Placement",
     "TensorInfo",
     "WeightsError",
+    "copy_shard_from_peer",
     "load_safetensors",
     "parse_header",
     "parse_index",
     "read_header",
+    "update_shard_from_peer",
 ]

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
-from gpurt.weights.errors import WeightsError, shown
+from gpurt.weights.errors import WeightsError
+from gpurt.weights.reader import ObjectReader
 
 MAX_DOCUMENT_BYTES = 100_000_000
 """The reference implementation's limit on a header; the largest real ones are about a hundredth of it."""
 
 
-def parse_object(document: bytes, path: str, what: str) -> dict[str, Any]:
-    """The JSON object in ``document``. ``what`` names it in errors: ``header``.
+def members(document: bytes, path: str, what: str) -> Iterator[tuple[str, Any]]:
+    """The members of the JSON object in ``document``, one by one. ``what`` names it in errors: ``header``.
 
     Raises:
-        WeightsError: it is not one.
+        WeightsError: it is not one, as soon as that is seen.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise WeightsError(f"the {what} has the key {shown(twice)} twice", path=path)
-        return result
-
-    def refuse(constant: str) -> Any:
-        raise WeightsError(f"the {what} is not JSON: {constant} is no JSON value", path=path)
-
-    try:
-        text = document.decode()
-        # A surrogate escape without its other half is accepted by the parser and fails wherever it is written out.
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except WeightsError:
-        raise
-    except RecursionError as exc:
-        raise WeightsError(f"the {what} is nested too deeply", path=path) from exc
-    except ValueError as exc:  # not UTF-8, not JSON, a number of more digits than Python converts
-        raise WeightsError(f"the {what} is not JSON: {exc}", path=path) from exc
-    if not isinstance(value, dict):
-        raise WeightsError(f"the {what} is not a JSON object but {shown(value)}", path=path)
-    return value  # pyright: ignore[reportUnknownVariableType]
+    return ObjectReader(document, path, what).members()
 
 
 def check_name(name: str, path: str, what: str) -> None:

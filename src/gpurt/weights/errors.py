@@ -6,6 +6,7 @@ import reprlib
 from typing import Any
 
 from gpurt.errors import GPUError
+from gpurt.memory.openedfile import brief_path
 
 # Names and values come from the file and may be megabytes long; an error shows this much of one.
 _brief = reprlib.Repr()
@@ -29,7 +30,7 @@ class WeightsError(GPUError, ValueError):
         self.tensor = tensor
 
     def __str__(self) -> str:
-        where = [self.path] if self.path is not None else []
+        where = [brief_path(self.path)] if self.path is not None else []
         if self.tensor is not None:
             where.append(f"tensor {shown(self.tensor)}")
         return ": ".join([*where, super().__str__()])

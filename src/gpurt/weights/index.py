@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, cast
 
-from gpurt.weights.document import check_name, parse_object
+from gpurt.weights.document import check_name, members
 from gpurt.weights.errors import WeightsError, shown
+from gpurt.weights.quiet import quiet
 
 
 def parse_index(document: bytes, path: str) -> dict[str, str]:
@@ -18,13 +19,21 @@ def parse_index(document: bytes, path: str) -> dict[str, str]:
     Raises:
         WeightsError: not an index, or a shard's name is refused.
     """
-    weight_map: Any = parse_object(document, path, "index").get("weight_map")
+    with quiet(len(document) // 100):  # bytes of an entry, about
+        return _parse(document, path)
+
+
+def _parse(document: bytes, path: str) -> dict[str, str]:
+    weight_map: Any = dict(members(document, path, "index")).get("weight_map")
     if not isinstance(weight_map, dict):
         raise WeightsError("the index has no object weight_map", path=path, hint="is it a checkpoint's index file?")
     shards = cast("dict[str, Any]", weight_map)
+    inside: set[str] = set()  # there are few files, and each is named by many tensors
     for name, shard in shards.items():
         check_name(name, path, "index")
-        if not isinstance(shard, str) or not _inside(shard):
+        if isinstance(shard, str) and (shard in inside or _inside(shard)):
+            inside.add(shard)
+        else:
             raise WeightsError(
                 f"its file {shown(shard)} is not a file name inside the folder of the index", path=path, tensor=name
             )

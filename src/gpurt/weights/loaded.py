@@ -72,6 +72,10 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
     def __repr__(self) -> str:
         return f"<LoadedWeights: {len(self):,} tensors, {self.size_bytes:,} bytes, {len(self._handles)} allocations>"
 
+    def as_dict(self) -> dict[str, LoadedTensor]:
+        """A copy. Much quicker than ``dict(weights)``, which asks for every tensor by its name."""
+        return dict(self._tensors)
+
     @property
     def handles(self) -> tuple[MemoryHandle, ...]:
         """The allocations that are live. Empty after ``close``."""

@@ -6,23 +6,24 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, GPUError, OutOfMemory, OutOfRange, Unsupported
-from gpurt.lane import Lane
 from gpurt.memory.undo import free_all
 from gpurt.types import MemoryHandle
+from gpurt.weights.arguments import check_load
 from gpurt.weights.errors import shown
+from gpurt.weights.filling import Fill, Filling
 from gpurt.weights.header import TensorInfo
 from gpurt.weights.loaded import LoadedTensor, LoadedWeights
-from gpurt.weights.plan import Block, Gather, Run, halve, plan_blocks, plan_transfers
+from gpurt.weights.plan import halve, plan_blocks
+from gpurt.weights.quiet import SLICE, drop
 from gpurt.weights.selection import Only, Placement, place, select
 from gpurt.weights.sources import Source, Sources
+from gpurt.weights.work import Work
 
 T = TypeVar("T")
 
@@ -56,35 +57,19 @@ async def load_safetensors(
         max_concurrent: allocations that are filled at a time; None: two for each device.
 
     Raises:
+        OutOfRange: an argument is not what it has to be.
         WeightsError: a file is missing, malformed, inconsistent, or changed during the load.
         DeviceNotFound: the placement names a device that the backend has not.
         OutOfMemory: the weights do not fit a device.
         GPUError: whatever else the backend raises.
     """
-    if max_concurrent is not None and max_concurrent < 1:
-        raise OutOfRange(f"max_concurrent must be positive or None, not {max_concurrent!r}")
-    path = Path(path_or_index)
-    # A lane of its own: reading a slow disk holds up neither the event loop nor other loads.
-    lane = Lane(f"gpurt:weights:{path.name}")
-    load = _Load(backend, Sources(path), lane, on_progress)
+    path, limit = check_load(path_or_index, backend, placement, only, on_progress, max_concurrent)
+    load = _Load(backend, path, on_progress)
     try:
         try:
-            names = await load.off_loop(load.sources.names)
-            names = await load.apply(partial(select, names, only, str(path)), on_loop=callable(only))
-            devices = await load.apply(partial(place, names, placement, str(path)), on_loop=callable(placement))
-            contents = await load.off_loop(partial(load.sources.tensors, names))
-            await load.check_devices(devices)
-            fills = await load.off_loop(partial(_plan, contents, devices))
-            await load.check_room(fills)
-            await load.allocate(fills)
-            await load.fill(max_concurrent or PER_DEVICE * len(set(devices.values())))
-            await load.off_loop(load.sources.check_unchanged)
-            tensors = await load.off_loop(load.tensors)
+            weights = await load.run(placement, only, limit)
         finally:
-            closing = lane.submit(load.sources.close)
-            lane.stop()
-            # Shielded: a cancelled future would be dropped before it ran, and the files left open.
-            await asyncio.shield(asyncio.wrap_future(closing))
+            await load.end()
     except BaseException as failure:
         # Who cancels must not wait for a driver that hangs.
         _, error = await free_all(backend, load.handles, detach=isinstance(failure, asyncio.CancelledError))
@@ -93,51 +78,77 @@ async def load_safetensors(
         elif error is not None:
             raise error from failure  # cancelled meanwhile: who cancels must see it
         raise
-    return LoadedWeights(backend, tensors, load.handles, [source.path for source, _ in contents])
-
-
-@dataclass(slots=True)
-class _Fill:
-    """A block on its way: where from, where to."""
-
-    source: Source
-    device_id: str
-    block: Block
-    handle: MemoryHandle | None = None
-
-    @property
-    def target(self) -> MemoryHandle:
-        assert self.handle is not None, "filled before it was allocated"
-        return self.handle
+    return weights
 
 
 class _Load:
-    """One load, in its steps."""
+    """One load, in its steps. Passes over all tensors, of which there may be 100,000, run on the lane like the reading
+    of files, and what they leave is freed there."""
 
-    def __init__(
-        self, backend: GPUBackend, sources: Sources, lane: Lane, on_progress: Callable[[int, int], None] | None
-    ) -> None:
-        self.sources = sources
+    def __init__(self, backend: GPUBackend, path: Path, on_progress: Callable[[int, int], None] | None) -> None:
         self.handles: list[MemoryHandle] = []
+        self._path = str(path)
+        self._sources = Sources(path)
         self._backend = backend
-        self._lane = lane
+        self._work = Work(path.name)
         self._on_progress = on_progress
-        self._allocated: list[_Fill] = []
-        self._done_bytes = 0
-        self._total_bytes = 0
+        self._names: list[str] = []
+        self._contents: list[tuple[Source, list[TensorInfo]]] = []
+        self._devices: dict[str, str] = {}
+        self._fills: list[Fill] = []
+        self._allocated: list[Fill] = []
 
-    async def off_loop(self, call: Callable[[], T]) -> T:
-        """Passes over all tensors go through here like files: one over 100,000 would stall the loop for 50 ms."""
-        return await asyncio.get_running_loop().run_in_executor(self._lane, call)
+    async def run(self, placement: Placement, only: Only | None, max_concurrent: int | None) -> LoadedWeights:
+        self._names = await self._work.do(self._sources.names)
+        await self._select(only)
+        await self._place(placement)
+        await self._work.do(self._find)
+        used = await self._work.do(lambda: dict.fromkeys(self._devices.values()))
+        await self._check_devices(used)
+        await self._pass(self._plan)
+        await self._check_room(self._fills)
+        await self._allocate(self._fills)
+        filling = Filling(self._backend, self._work, self._allocated, self._on_progress)
+        await filling.run(max_concurrent or PER_DEVICE * len(used))
+        await self._work.do(self._sources.check_unchanged)
+        tensors = await self._pass(self._tensors)
+        return LoadedWeights(self._backend, tensors, self.handles, [source.path for source, _ in self._contents])
 
-    async def apply(self, call: Callable[[], T], *, on_loop: bool) -> T:
-        """The user's functions run where the user is; only gpurt's own passes leave the loop."""
-        return call() if on_loop else await self.off_loop(call)
+    async def end(self) -> None:
+        """Close the files and forget everything, whatever became of the load."""
+        await self._work.end(self._release)
 
-    async def check_devices(self, devices: dict[str, str]) -> None:
-        for device_id in dict.fromkeys(devices.values()):
+    async def _pass(self, call: Callable[[], T]) -> T:
+        """One that makes objects for all tensors."""
+        return await self._work.make(len(self._names), call)
+
+    # The user's functions run where the user is, some at a time; only gpurt's own passes leave the loop.
+
+    async def _select(self, only: Only | None) -> None:
+        if callable(only):
+            chosen: list[str] = []
+            for start in range(0, len(self._names), SLICE):
+                chosen += select(self._names[start : start + SLICE], only, self._path)
+                await asyncio.sleep(0)
+            self._names = chosen
+        else:
+            self._names = await self._pass(lambda: select(self._names, only, self._path))
+
+    async def _place(self, placement: Placement) -> None:
+        if callable(placement):
+            for start in range(0, len(self._names), SLICE):
+                self._devices |= place(self._names[start : start + SLICE], placement, self._path)
+                await asyncio.sleep(0)
+        else:
+            self._devices = await self._pass(lambda: place(self._names, placement, self._path))
+
+    def _find(self) -> None:
+        self._contents = self._sources.tensors(self._names)
+
+    async def _check_devices(self, used: Iterable[str]) -> None:
+        for device_id in used:
             if await self._backend.get_device(device_id) is None:
-                name = next(name for name, asked in devices.items() if asked == device_id)
+                name = next(name for name, asked in self._devices.items() if asked == device_id)
                 known = ", ".join(device.device_id for device in self._backend.devices)
                 raise DeviceNotFound(
                     f"no such device, asked for by the placement of tensor {shown(name)}",
@@ -147,7 +158,30 @@ class _Load:
                     hint=f"devices: {known}",
                 )
 
-    async def check_room(self, fills: Iterable[_Fill]) -> None:
+    def _plan(self) -> None:
+        for source, tensors in self._contents:
+            by_device: dict[str, list[TensorInfo]] = {}
+            for tensor in tensors:
+                by_device.setdefault(self._devices[tensor.name], []).append(tensor)
+            for device_id, its_own in by_device.items():
+                self._fills += [Fill(source, device_id, block) for block in plan_blocks(its_own)]
+
+    def _release(self) -> None:
+        """Free slice by slice what there may be 100,000 of: at the end of the coroutine it would be the loop's turn."""
+        kept: list[Any] = []
+        for _, tensors in self._contents:
+            kept += tensors
+        for fill in (*self._fills, *self._allocated):
+            kept += fill.block.placed
+        self._contents.clear()
+        self._fills.clear()
+        self._allocated.clear()
+        self._devices.clear()
+        self._names = []
+        self._sources.close()
+        drop(kept)
+
+    async def _check_room(self, fills: Iterable[Fill]) -> None:
         needed: dict[str, int] = {}
         for fill in fills:
             needed[fill.device_id] = needed.get(fill.device_id, 0) + fill.block.size_bytes
@@ -171,7 +205,7 @@ class _Load:
                     hint="free handles, place tensors on more devices, or load fewer with only=",
                 )
 
-    async def allocate(self, fills: Iterable[_Fill]) -> None:
+    async def _allocate(self, fills: Iterable[Fill]) -> None:
         waiting = deque(fills)
         while waiting:
             fill = waiting.popleft()
@@ -181,78 +215,13 @@ class _Load:
                 # Over the library's largest allocation, which only it knows.
                 if len(fill.block.placed) == 1 or fill.block.size_bytes == 1:
                     raise
-                halves = [_Fill(fill.source, fill.device_id, block) for block in halve(fill.block)]
+                halves = [Fill(fill.source, fill.device_id, block) for block in halve(fill.block)]
                 waiting.extendleft(reversed(halves))
                 continue
             self.handles.append(fill.handle)
             self._allocated.append(fill)
 
-    async def fill(self, max_concurrent: int) -> None:
-        self._total_bytes = await self.off_loop(self._count_bytes)
-        self._advance(0)
-        waiting = iter(_in_turns(self._allocated))
-        error: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(max_concurrent, len(self._allocated))):
-                    group.create_task(self._fill_blocks(waiting), name=self._lane.name)
-        except BaseExceptionGroup as failures:
-            # The first is the cause; what follows it in other tasks is the same trouble seen again.
-            error = failures.exceptions[0]
-            for other in failures.exceptions[1:]:
-                log.warning("also, while weights were loaded: %s", other)
-        if error is not None:
-            raise error
-
-    async def _fill_blocks(self, waiting: Iterator[_Fill]) -> None:
-        for fill in waiting:
-            for transfer in await self.off_loop(partial(plan_transfers, fill.block)):
-                if isinstance(transfer, Gather):
-                    await self._gather(fill, transfer)
-                else:
-                    await self._stream(fill, transfer)
-
-    async def _gather(self, fill: _Fill, gather: Gather) -> None:
-        packed = await self.off_loop(partial(fill.source.gather, gather))
-        await self._backend.copy_to_device(packed, fill.target, gather.block_offset)
-        self._advance(sum(run.size_bytes for run in gather.runs))
-
-    async def _stream(self, fill: _Fill, run: Run) -> None:
-        reported = 0
-
-        def report(done: int) -> None:
-            nonlocal reported
-            if done > reported:
-                self._advance(done - reported)
-                reported = done
-
-        try:
-            await self._backend.load_file(
-                fill.source.path,
-                fill.target,
-                file_offset=run.file_offset,
-                size_bytes=run.size_bytes,
-                handle_offset=run.block_offset,
-                on_progress=report,
-            )
-        except GPUError:
-            # A range that was inside the file and is not any more: say so, rather than what came of it.
-            await self.off_loop(fill.source.check_unchanged)
-            raise
-        else:
-            report(run.size_bytes)
-        finally:
-            reported = run.size_bytes  # reports that are still on their way come too late
-
-    def _advance(self, nbytes: int) -> None:
-        self._done_bytes += nbytes
-        if self._on_progress is not None:
-            self._on_progress(self._done_bytes, self._total_bytes)
-
-    def _count_bytes(self) -> int:
-        return sum(each.tensor.size_bytes for fill in self._allocated for each in fill.block.placed)
-
-    def tensors(self) -> dict[str, LoadedTensor]:
+    def _tensors(self) -> dict[str, LoadedTensor]:
         return {
             each.tensor.name: LoadedTensor(
                 each.tensor.name,
@@ -265,24 +234,3 @@ class _Load:
             for fill in self._allocated
             for each in fill.block.placed
         }
-
-
-def _plan(contents: list[tuple[Source, list[TensorInfo]]], devices: dict[str, str]) -> list[_Fill]:
-    fills: list[_Fill] = []
-    for source, tensors in contents:
-        by_device: dict[str, list[TensorInfo]] = {}
-        for tensor in tensors:
-            by_device.setdefault(devices[tensor.name], []).append(tensor)
-        for device_id, its_own in by_device.items():
-            fills += [_Fill(source, device_id, block) for block in plan_blocks(its_own)]
-    return fills
-
-
-def _in_turns(fills: Iterable[_Fill]) -> list[_Fill]:
-    """One block of each device after the other, so that every device's link is busy from the start."""
-    turn: dict[str, int] = {}
-    numbered: list[tuple[int, _Fill]] = []
-    for fill in fills:
-        turn[fill.device_id] = turn.get(fill.device_id, -1) + 1
-        numbered.append((turn[fill.device_id], fill))
-    return [fill for _, fill in sorted(numbered, key=lambda item: item[0])]

@@ -6,21 +6,26 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, OutOfRange
+from gpurt.memory.handles import brief
+from gpurt.memory.progress import check_progress, tell_progress
 from gpurt.memory.scope import ScopedArray
 from gpurt.memory.transfer import Place, transfer
 from gpurt.memory.undo import undo_allocations
 from gpurt.offload import off_loop
 from gpurt.types import MemoryHandle
+from gpurt.weights.arguments import check_backend
 from gpurt.weights.errors import shown
 from gpurt.weights.header import DTYPES, TensorInfo
 from gpurt.weights.loaded import LoadedTensor, LoadedWeights
-from gpurt.weights.plan import ALIGNMENT_BYTES, Block, plan_blocks
+from gpurt.weights.plan import ALIGNMENT_BYTES, Block, Placed, plan_blocks
+from gpurt.weights.quiet import drop, quiet
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 Piece = LoadedTensor | ScopedArray | MemoryHandle
 """Something with a name in a shard: a tensor of ``gpurt.weights``, an array, or a whole allocation."""
@@ -54,23 +59,26 @@ async def copy_shard_from_peer(
         DeviceNotFound: ``backend`` has no such device. OutOfMemory: the shard does not fit.
         DeviceLost, TransferFailed: of either side.
     """
-    blocks = await _checked("copy_shard_from_peer", partial(_plan, dict(shard)))
+    operation = "copy_shard_from_peer"
+    _check_arguments(operation, {"shard": shard}, {"peer": peer, "backend": backend}, on_progress)
+    tensors = _as_dict(shard)
+    blocks = await _checked(operation, len(tensors), partial(_plan, tensors))
     if await backend.get_device(device_id) is None:
         known = ", ".join(device.device_id for device in backend.devices)
         raise DeviceNotFound(
-            f"no device {device_id!r}; there are: {known}", backend=backend.name, operation="copy_shard_from_peer"
+            f"no device {brief(device_id)}; there are: {known}", backend=backend.name, operation=operation
         )
-    await _check_handles(peer, (source for source, _ in blocks))
+    await _check_handles(peer, dict.fromkeys(source for source, _ in blocks))
     handles: list[MemoryHandle] = []
     try:
         for _, block in blocks:
             handles.append(await backend.allocate(device_id, block.size_bytes))
-        moves, tensors = await off_loop("host", partial(_place, blocks, handles))
+        moves, copies = await _checked(operation, len(tensors), partial(_place, tensors, blocks, handles))
         await _run(moves, peer, backend, on_progress)
     except BaseException as failure:
         await undo_allocations(backend, handles, failure)
         raise
-    return LoadedWeights(backend, {name: tensors[name] for name in shard}, handles, ())
+    return LoadedWeights(backend, copies, handles, ())
 
 
 async def update_shard_from_peer(
@@ -87,12 +95,16 @@ async def update_shard_from_peer(
     failed or was cancelled leaves ``local`` partly old and partly new.
 
     Raises:
-        OutOfRange: names, sizes, dtypes or shapes differ. Before anything is copied.
+        OutOfRange: names, sizes, dtypes or shapes differ, or a piece is to be copied over itself. Before anything is
+            copied.
         InvalidHandle: a side does not hold one of its pieces. DeviceLost, TransferFailed: of either side.
     """
-    moves = await _checked("update_shard_from_peer", partial(_match, dict(shard), dict(local)))
-    await _check_handles(peer, (move.source for move in moves))
-    await _check_handles(backend, (move.target for move in moves))
+    operation = "update_shard_from_peer"
+    _check_arguments(operation, {"shard": shard, "local": local}, {"peer": peer, "backend": backend}, on_progress)
+    match = partial(_match, _as_dict(shard), _as_dict(local), one_backend=peer is backend)
+    moves, sources, targets = await _checked(operation, len(shard), match)
+    await _check_handles(peer, sources)
+    await _check_handles(backend, targets)
     await _run(moves, peer, backend, on_progress)
 
 
@@ -110,11 +122,11 @@ class _Move:
 async def _run(
     moves: list[_Move], peer: GPUBackend, backend: GPUBackend, on_progress: Callable[[int, int], None] | None
 ) -> None:
-    total, before = sum(move.size_bytes for move in moves), 0
+    total, before = await off_loop("host", lambda: sum(move.size_bytes for move in moves)), 0
 
     def report(done: int) -> None:
         if on_progress is not None:
-            on_progress(before + done, total)
+            tell_progress(on_progress, before + done, total)
 
     report(0)
     for move in moves:
@@ -123,10 +135,35 @@ async def _run(
         before += move.size_bytes
 
 
-async def _checked(operation: str, call: Callable[[], T]) -> T:
-    """Passes over all tensors, of which a checkpoint may have 100,000, run off the event loop."""
+def _check_arguments(
+    operation: str, shards: Mapping[str, object], backends: Mapping[str, object], on_progress: object
+) -> None:
     try:
-        return await off_loop("host", call)
+        for what, shard in shards.items():
+            if not isinstance(shard, Mapping):
+                raise OutOfRange(f"{what} must map names to tensors, and is {type(shard).__name__}")
+        for what, backend in backends.items():
+            check_backend(backend, what)
+        check_progress(on_progress)
+    except OutOfRange as exc:
+        exc.operation = operation
+        raise
+
+
+def _as_dict(shard: Mapping[str, V]) -> dict[str, V]:
+    """A copy, made at once: the caller may change its own meanwhile."""
+    return cast("dict[str, V]", shard.as_dict()) if isinstance(shard, LoadedWeights) else dict(shard)
+
+
+async def _checked(operation: str, objects: int, call: Callable[[], T]) -> T:
+    """Passes over all tensors, of which a checkpoint may have 100,000, run off the event loop."""
+
+    def quietly() -> T:
+        with quiet(objects):
+            return call()
+
+    try:
+        return await off_loop("host", quietly)
     except OutOfRange as exc:
         exc.operation = operation
         raise
@@ -147,20 +184,29 @@ def _plan(shard: Mapping[str, LoadedTensor]) -> list[tuple[MemoryHandle, Block]]
 
 
 def _place(
-    blocks: Sequence[tuple[MemoryHandle, Block]], handles: Sequence[MemoryHandle]
+    shard: Mapping[str, LoadedTensor], blocks: list[tuple[MemoryHandle, Block]], handles: Sequence[MemoryHandle]
 ) -> tuple[list[_Move], dict[str, LoadedTensor]]:
-    """What to copy, and the tensors that there will be."""
+    """What to copy, and the tensors that there will be. Takes the blocks, which are freed here and not on the loop."""
     moves: list[_Move] = []
     tensors: dict[str, LoadedTensor] = {}
-    for (source, block), target in zip(blocks, handles, strict=True):
+    spent: list[Placed] = []
+    for target in handles:
+        source, block = blocks.pop(0)
         moves += _moves(source, target, block)
         for each in block.placed:
             name, info = each.tensor.name, each.tensor
             tensors[name] = LoadedTensor(name, target, each.offset_bytes, info.size_bytes, info.dtype, info.shape)
-    return moves, tensors
+        spent += block.placed
+        del block
+    in_order = {name: tensors[name] for name in shard}
+    drop(spent)
+    return moves, in_order
 
 
-def _match(shard: Mapping[str, Piece], local: Mapping[str, Piece]) -> list[_Move]:
+def _match(
+    shard: Mapping[str, Piece], local: Mapping[str, Piece], *, one_backend: bool
+) -> tuple[list[_Move], dict[MemoryHandle, None], dict[MemoryHandle, None]]:
+    """What to copy, and all allocations of each side."""
     for name in shard.keys() ^ local.keys():
         raise _refused(name, f"is there only {'at the peer' if name in shard else 'here'}")
     moves: list[_Move] = []
@@ -170,8 +216,10 @@ def _match(shard: Mapping[str, Piece], local: Mapping[str, Piece]) -> list[_Move
         if size != room:
             raise _refused(name, f"has {size:,} bytes at the peer and {room:,} here")
         _check_alike(name, theirs, ours)
+        if one_backend and source == target and abs(source_offset - target_offset) < size:
+            raise _refused(name, f"would be copied over itself: {size:,} bytes at {source_offset:,} of one allocation")
         moves.append(_Move(source, source_offset, target, target_offset, size))
-    return moves
+    return moves, dict.fromkeys(move.source for move in moves), dict.fromkeys(move.target for move in moves)
 
 
 def _moves(source: MemoryHandle, target: MemoryHandle, block: Block) -> Iterator[_Move]:
@@ -200,10 +248,12 @@ def _extent(name: str, piece: Piece) -> tuple[MemoryHandle, int, int]:
     """Allocation, offset and size of a piece."""
     if isinstance(piece, MemoryHandle):
         return piece, 0, piece.size_bytes
-    if isinstance(piece, ScopedArray):
+    if isinstance(piece, ScopedArray) and isinstance(piece.handle, MemoryHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
         return piece.handle, 0, piece.handle.size_bytes
     if not isinstance(piece, LoadedTensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _refused(name, f"is a {type(piece).__name__}, not a tensor")
+    if not isinstance(piece.handle, MemoryHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _refused(name, f"has no handle but {brief(piece.handle)}")
     offset, size, whole = piece.offset_bytes, piece.size_bytes, piece.handle.size_bytes
     if offset < 0 or size < 0 or offset + size > whole:
         raise _refused(name, f"has {size:,} bytes at {offset:,}, which is not inside its allocation of {whole:,} bytes")
@@ -234,6 +284,6 @@ def _refused(name: str, what: str) -> OutOfRange:
 
 
 async def _check_handles(backend: GPUBackend, handles: Iterable[MemoryHandle]) -> None:
-    for handle in dict.fromkeys(handles):
+    for handle in handles:
         # No bytes: the library is not called, and a handle that is dead or of somebody else is refused.
         await backend.copy_from_device(handle, 0, 0)

@@ -6,30 +6,16 @@ import os
 import stat
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from gpurt.memory.openedfile import FileVersion, OpenedFile, brief_path
 from gpurt.weights.document import MAX_DOCUMENT_BYTES
 from gpurt.weights.errors import WeightsError, shown
 from gpurt.weights.header import Header, TensorInfo, read_header
 from gpurt.weights.index import parse_index
 from gpurt.weights.plan import Gather
-
-
-@dataclass(frozen=True, slots=True)
-class _Identity:
-    """What tells one version of a file from another. A change within one tick of the file system's clock, about
-    4 ms on Linux, that keeps the size goes unseen."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> _Identity:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+from gpurt.weights.quiet import drop
 
 
 class Source:
@@ -46,10 +32,15 @@ class Source:
                 status = os.fstat(self._file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise WeightsError("not a regular file", path=str(path))
-                self._identity = _Identity.of(status)
+                self._version = FileVersion.of(status)
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def opened(self) -> OpenedFile:
+        """For somebody else to read from: the file that was checked, and no other that has its name by then."""
+        return OpenedFile(str(self.path), self._version)
 
     def header(self) -> Header:
         """Read and check the header."""
@@ -60,9 +51,9 @@ class Source:
 
     def document(self) -> bytes:
         """The whole file, which is a small one."""
-        if self._identity.size > MAX_DOCUMENT_BYTES:
+        if self._version.size > MAX_DOCUMENT_BYTES:
             raise WeightsError(
-                f"{self._identity.size:,} bytes are too many for an index; at most {MAX_DOCUMENT_BYTES:,}",
+                f"{self._version.size:,} bytes are too many for an index; at most {MAX_DOCUMENT_BYTES:,}",
                 path=str(self.path),
             )
         with reading(self.path):
@@ -81,14 +72,19 @@ class Source:
     def check_unchanged(self) -> None:
         """Raise WeightsError unless the path still leads to the file as it was when it was opened."""
         with reading(self.path):
-            now = (_Identity.of(os.fstat(self._file.fileno())), _Identity.of(os.stat(self.path)))
-        for status in now:
-            if status != self._identity:
-                raise WeightsError(
-                    f"the file changed while it was read: {_difference(self._identity, status)}",
-                    path=str(self.path),
-                    hint="write to another name and rename it; then load again",
-                )
+            now = (FileVersion.of(os.fstat(self._file.fileno())), FileVersion.of(os.stat(self.path)))
+        for version in now:
+            change = self._version.change(version)
+            if change is not None:
+                raise self.changed(change)
+
+    def changed(self, change: str) -> WeightsError:
+        """What to raise when the file is not any more what was checked."""
+        return WeightsError(
+            f"the file changed while it was read: {change}",
+            path=str(self.path),
+            hint="write to another name and rename it; then load again",
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -119,7 +115,10 @@ class Sources:
         if self.path.suffix.lower() == ".json":
             index = self._source(self.path)
             shards = parse_index(index.document(), str(self.path))
-            self._shards = {name: self.path.parent / shard for name, shard in shards.items()}
+            # One object for each file, since to compare paths takes long.
+            paths = {shard: self.path.parent / shard for shard in set(shards.values())}
+            same = {path: path for path in paths.values()}
+            self._shards = {name: same[paths[shard]] for name, shard in shards.items()}
             return list(self._shards)
         return [tensor.name for tensor in self._header(self.path).tensors]
 
@@ -141,17 +140,23 @@ class Sources:
             source.check_unchanged()
 
     def close(self) -> None:
+        """Also forgets what was in them."""
         for source in self._open.values():
             source.close()
         self._open.clear()
+        tensors = [tensor for header in self._headers.values() for tensor in header.tensors]
+        self._headers.clear()
+        self._shards = None
+        drop(tensors)
 
     def _of_shard(self, path: Path, wanted: set[str], shards: Mapping[str, Path]) -> list[TensorInfo]:
         result: list[TensorInfo] = []
+        index = brief_path(str(self.path))
         for tensor in self._header(path).tensors:
             listed = shards.get(tensor.name, path)
-            if listed != path:
+            if listed is not path and listed != path:
                 raise WeightsError(
-                    f"it is in this file, and the index {self.path} says that it is in {shown(listed.name)}",
+                    f"it is in this file, and the index {index} says that it is in {shown(listed.name)}",
                     path=str(path),
                     tensor=tensor.name,
                     hint="index and files are of different versions; fetch the checkpoint again",
@@ -161,7 +166,7 @@ class Sources:
         missing = wanted.difference(tensor.name for tensor in result)
         if missing:
             raise WeightsError(
-                f"it is not in this file, and the index {self.path} says that it is",
+                f"it is not in this file, and the index {index} says that it is",
                 path=str(path),
                 tensor=min(missing),
                 hint="index and files are of different versions; fetch the checkpoint again",
@@ -186,17 +191,11 @@ def reading(path: Path) -> Generator[None]:
         yield
     except OSError as exc:
         hint = "is the path right, and is the checkpoint complete?" if isinstance(exc, FileNotFoundError) else None
-        raise WeightsError(f"it cannot be read: {exc.strerror or exc}", path=str(path), hint=hint) from exc
+        raise WeightsError(
+            f"it cannot be read: {exc.strerror or type(exc).__name__}", path=str(path), hint=hint
+        ) from exc
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
     # A named pipe would hold the lane until somebody writes to it.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _difference(before: _Identity, after: _Identity) -> str:
-    if (before.device, before.inode) != (after.device, after.inode):
-        return "another file has its name"
-    if before.size != after.size:
-        return f"it had {before.size:,} bytes and has {after.size:,}"
-    return "it was written to"

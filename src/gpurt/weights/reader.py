@@ -1,0 +1,266 @@
+"""A JSON object read in small steps, so that other threads get the interpreter between them.
+
+``json.loads`` of a large header is one call that keeps the GIL, and freeing what it made is another: 0.1 s or more for
+100,000 tensors, in which an event loop beside it stands still. Here no call of the library sees more than a window of
+the text; what fits one is left to it, larger objects and arrays are walked.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from gpurt.weights.errors import WeightsError, shown
+
+BLOCK_BYTES: Final = 256 << 10
+"""Decoded at a time: about 0.1 ms."""
+WHOLE_CHARACTERS: Final = 64 << 10
+"""A value up to here is one call of the library, about 1 ms at most. Real entries have some hundred."""
+DEEPEST: Final = 100
+"""Values larger than that inside each other; a header has two levels in all."""
+SINGLY: Final = 4096
+"""Elements of a large array that are read one by one before it is tried again with many."""
+EXPONENT: Final = 3
+"""Characters that a number may need behind its end to go on: ``e-1``."""
+
+_LARGER: Final = object()
+_BLANKS: Final = " \t\n\r"
+_BLANK = re.compile(r"[ \t\n\r]*")
+_NAME = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+# A surrogate with its other half, which parsed apart would stay two characters that no text can hold; or any others.
+_ESCAPED = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?"
+    r'|(?:\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\["\\/bfnrt])+'
+)
+_LONGEST_ESCAPE: Final = 12
+
+
+class ObjectReader:
+    """Reads the one object that ``document`` is.
+
+    Args:
+        path: for messages, as is ``what``, which names the document: ``header``.
+    """
+
+    def __init__(self, document: bytes, path: str, what: str) -> None:
+        self._document = memoryview(document)
+        self._path = path
+        self._what = what
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._unique, parse_constant=self._refuse)
+        self._trouble = ("", 0)
+        """Why the last attempt failed, and where in the window."""
+        self._read = 0
+        self._text = ""
+        self._at = 0
+        self._before = 0
+        """Characters before the window."""
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        """Every member of the object in its order.
+
+        Raises:
+            WeightsError: as soon as it is seen that this is not one JSON object with different keys.
+        """
+        mark = self._next()
+        if not mark:
+            raise self._not_json("it is empty")
+        if mark != "{":
+            value = self._value(0)
+            raise WeightsError(f"the {self._what} is not a JSON object but {shown(value)}", path=self._path)
+        yield from self._members(0)
+        if self._next():
+            raise self._not_json("something follows the object")
+
+    # Containers
+
+    def _members(self, depth: int) -> Iterator[tuple[str, Any]]:
+        self._at += 1
+        if self._next() == "}":
+            self._at += 1
+            return
+        seen: set[str] = set()
+        while True:
+            name = self._name()
+            if name in seen:
+                raise self._twice(name)
+            seen.add(name)
+            yield name, self._value(depth + 1)
+            mark = self._next()
+            if mark not in ("}", ","):
+                raise self._not_json("a comma or the object's end is missing")
+            self._at += 1
+            if mark == "}":
+                return
+            self._next()
+
+    def _elements(self, depth: int) -> Iterator[Any]:
+        self._at += 1
+        if self._next() == "]":
+            self._at += 1
+            return
+        singly = 0
+        while True:
+            if singly <= 0:
+                singly = 0 if (many := self._many()) else SINGLY
+                yield from many
+            singly -= 1
+            yield self._value(depth + 1)
+            mark = self._next()
+            if mark not in ("]", ","):
+                raise self._not_json("a comma or the array's end is missing")
+            self._at += 1
+            if mark == "]":
+                return
+            self._next()
+
+    def _many(self) -> list[Any]:
+        """The elements up to a comma far behind, if that comma stands between two: numbers are millions."""
+        if len(self._text) - self._at < WHOLE_CHARACTERS:
+            self._fill(WHOLE_CHARACTERS)
+        cut = self._text.rfind(",", self._at, self._at + WHOLE_CHARACTERS)
+        if cut < 0:
+            return []
+        try:
+            many = self._decoder.decode(f"[{self._text[self._at : cut]}]")
+        except (ValueError, RecursionError):  # a comma inside something, or no JSON: seen one by one
+            return []
+        self._at = cut + 1
+        self._next()
+        return many
+
+    def _name(self) -> str:
+        """The name of a member; its value is next."""
+        match = _NAME.match(self._text, self._at)
+        if match is not None and match.end() < len(self._text):
+            self._at = match.end()
+            return match[1]
+        if self._next() != '"':
+            raise self._not_json("a name in double quotes is missing")
+        name: str = self._value(0)
+        if self._next() != ":":
+            raise self._not_json("a colon is missing")
+        self._at += 1
+        self._next()
+        return name
+
+    # Values
+
+    def _value(self, depth: int) -> Any:
+        """The value that begins here, by the library if it lies in the window."""
+        if depth > DEEPEST:
+            raise self._nested()
+        value = self._attempt()
+        if value is _LARGER and not self._ended and len(self._text) - self._at < WHOLE_CHARACTERS:
+            self._fill(WHOLE_CHARACTERS)
+            value = self._attempt()
+        if value is not _LARGER:
+            return value
+        mark = self._text[self._at : self._at + 1]
+        if not self._ended and mark == "{":
+            return dict(self._members(depth))
+        if not self._ended and mark == "[":
+            return list(self._elements(depth))
+        if not self._ended and mark == '"':
+            return self._long_string()
+        raise self._not_json(*self._trouble)
+
+    def _attempt(self) -> Any:
+        """What the library finds here, or that it may be larger than the window and what is wrong if it is not."""
+        try:
+            value, end = self._decoder.raw_decode(self._text, self._at)
+        except WeightsError:
+            raise
+        except json.JSONDecodeError as exc:
+            self._trouble = exc.msg, exc.pos
+            return _LARGER
+        except RecursionError as exc:
+            raise self._nested() from exc
+        except ValueError as exc:  # a number of more digits than Python converts
+            self._trouble = str(exc), self._at
+            return _LARGER
+        if end + EXPONENT > len(self._text) and not self._ended:  # a number may go on
+            self._trouble = "a number without an end", self._at
+            return _LARGER
+        self._at = end
+        return value
+
+    def _long_string(self) -> str:
+        self._at += 1
+        parts: list[str] = []
+        while True:
+            if len(self._text) - self._at < _LONGEST_ESCAPE:
+                self._fill(_LONGEST_ESCAPE)
+            mark = self._text[self._at : self._at + 1]
+            if mark == '"':
+                self._at += 1
+                return "".join(parts)
+            match = (_ESCAPED if mark == "\\" else _PLAIN).match(self._text, self._at)
+            if match is None:
+                raise self._not_json("a string without an end" if not mark else "a string with an invalid character")
+            part = match[0]
+            parts.append(json.loads(f'"{part}"') if mark == "\\" else part)
+            self._at = match.end()
+
+    # The window
+
+    @property
+    def _ended(self) -> bool:
+        """The window reaches to the end of the document."""
+        return self._read == len(self._document)
+
+    def _next(self) -> str:
+        """Skip blanks; what is there then, or "" at the end."""
+        while True:
+            mark = self._text[self._at : self._at + 1]
+            if mark and mark not in _BLANKS:
+                return mark
+            match = _BLANK.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
+            if self._at == len(self._text):
+                if self._ended:
+                    return ""
+                self._fill(1)
+
+    def _fill(self, least: int) -> None:
+        """Have ``least`` characters in front, or all that there are."""
+        while len(self._text) - self._at < least and not self._ended:
+            block = self._document[self._read : self._read + BLOCK_BYTES]
+            start = self._read - len(self._utf8.getstate()[0])
+            self._read += len(block)
+            try:
+                decoded = self._utf8.decode(block, self._ended)
+            except UnicodeDecodeError as exc:
+                raise WeightsError(
+                    f"the {self._what} is not JSON: byte {start + exc.start:,} is not UTF-8", path=self._path
+                ) from exc
+            self._before += self._at
+            self._text = self._text[self._at :] + decoded
+            self._at = 0
+
+    # Errors
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            raise self._twice(next(key for key, _ in pairs if key in seen or seen.add(key)))
+        return result
+
+    def _refuse(self, constant: str) -> Any:
+        raise WeightsError(f"the {self._what} is not JSON: {constant} is no JSON value", path=self._path)
+
+    def _twice(self, name: str) -> WeightsError:
+        return WeightsError(f"the {self._what} has the key {shown(name)} twice", path=self._path)
+
+    def _nested(self) -> WeightsError:
+        return WeightsError(f"the {self._what} is nested too deeply", path=self._path)
+
+    def _not_json(self, why: str, at: int | None = None) -> WeightsError:
+        position = self._before + (self._at if at is None else at)
+        return WeightsError(f"the {self._what} is not JSON: {why} (character {position:,})", path=self._path)
