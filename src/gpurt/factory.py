@@ -19,7 +19,7 @@ from gpurt.attempt import Attempt, attempt, close, message_of, reason_of
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.limits import MemoryLimit, limit_memory, memory_limit
-from gpurt.platforms import Platform, current_platform
+from gpurt.platforms import PLATFORM_BACKEND_PRIORITY, Platform, current_platform
 from gpurt.settings import SelectionSettings, canonical_name
 from gpurt.types import BackendReport, GPUDevice
 
@@ -40,15 +40,6 @@ __all__ = [
 
 DEFAULT_DEADLINE_S: Final = 30.0
 """Seconds for one backend to import its library and initialise: a cold CUDA start has been seen to take over 10."""
-
-PLATFORM_BACKEND_PRIORITY: dict[Platform, tuple[str, ...]] = {
-    "linux": ("cuda", "rocm", "vulkan", "cpu"),
-    "win32": ("directml", "cuda", "rocm", "cpu"),
-    "darwin": ("metal", "cpu"),
-    "android": ("tflite", "cpu"),
-    "ios": ("tflite", "cpu"),
-}
-"""Backends in the order of trial. May be changed; backends that are not in it are tried just before ``cpu``."""
 
 _log = logging.getLogger("gpurt.factory")
 

@@ -10,6 +10,15 @@ from typing import Final, Literal
 
 Platform = Literal["linux", "win32", "darwin", "android", "ios"]
 
+PLATFORM_BACKEND_PRIORITY: dict[Platform, tuple[str, ...]] = {
+    "linux": ("cuda", "rocm", "vulkan", "cpu"),
+    "win32": ("directml", "cuda", "rocm", "cpu"),
+    "darwin": ("metal", "cpu"),
+    "android": ("tflite", "cpu"),
+    "ios": ("tflite", "cpu"),
+}
+"""Backends in the order of trial. May be changed; backends that are not in it are tried just before ``cpu``."""
+
 _IOS_MACHINES: Final = ("iPhone", "iPad", "iPod")
 _IOS_MULTIARCH: Final = ("-iphoneos", "-iphonesimulator")
 

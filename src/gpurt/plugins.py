@@ -13,7 +13,7 @@ initialised, or a :class:`~gpurt.driver.Driver`. It may carry these attributes:
     Names of :func:`gpurt.platforms.current_platform` on which it works; all when absent.
 ``priority``
     Number; a higher one is tried first among the plug-ins of a host (default 0). They come after the backends
-    that :data:`gpurt.factory.PLATFORM_BACKEND_PRIORITY` lists, and before ``cpu``.
+    that :data:`gpurt.platforms.PLATFORM_BACKEND_PRIORITY` lists, and before ``cpu``.
 ``install_hint``
     The command that installs what it needs, shown when it fails to load.
 """

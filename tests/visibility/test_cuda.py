@@ -91,6 +91,9 @@ def test_cvd4_an_index_beyond_the_count_ends_the_list() -> None:
     [
         (f"{B},{A}", (1, 0)),
         ("GPU-2b2b,GPU-1a1a1a1a", (1, 0)),
+        # CUDA reads no further than the UUID is long, as it does on two H200.
+        ("GPU-2b2b2b2b-0000-1111-2222-444444444444 and more,GPU-1a1a", (1, 0)),
+        ("GPU-2b2b2b2b-0000-1111-2222-44444444444 and more,GPU-1a1a", ()),
         ("GPU-2B2B2B2B", (1,)),
         (f"{A}, {B}", (0,)),
         (f"{A},{A}", ()),

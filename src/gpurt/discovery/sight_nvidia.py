@@ -17,6 +17,7 @@ from gpurt.discovery.sight_record import View, doing, failure_line, sighted_devi
 from gpurt.discovery.signature import cuda_signature
 from gpurt.errors import DeviceLost, GPUError, ReasonCode
 from gpurt.identity import device_identity
+from gpurt.sources.parallel import ask_each
 from gpurt.sources.table import Absence
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
 
@@ -60,21 +61,24 @@ def look(view: View) -> Iterator[ProbeLine]:
 
 def _with_conditions(session: NvmlSession, seen: NvmlInventory, view: View) -> NvmlInventory:
     conditions, temperatures = dict(seen.conditions), dict(seen.temperatures)
-    devices = list(seen.devices)
-    for place, device in enumerate(devices):
-        if device.pci_address is None or device.state is DeviceState.LOST:
-            continue
+
+    def examine(device: NvmlDevice) -> NvmlDevice:
+        name = device.pci_address or device.uuid  # a Jetson's GPU is on no bus
+        if name is None or device.state is DeviceState.LOST:
+            return device
         try:
-            conditions[device.index] = session.condition(device.pci_address)
-            celsius = session.telemetry(device.pci_address, view.root).temperature_c
+            conditions[device.index] = session.condition(name)
+            celsius = session.telemetry(name, view.root).temperature_c
         except DeviceLost as exc:
-            devices[place] = replace(device, state=DeviceState.LOST, reason=exc.message)
-            continue
+            return replace(device, state=DeviceState.LOST, reason=exc.message)
         except Exception as exc:  # it is known which card it is; how it is must not cost that
-            _log.info("NVML does not tell how the GPU at %s is: %s: %s", device.pci_address, type(exc).__name__, exc)
-            continue
+            _log.info("NVML does not tell how the GPU %s is: %s: %s", name, type(exc).__name__, exc)
+            return device
         if celsius is not None:
             temperatures[device.index] = celsius
+        return device
+
+    devices = ask_each(examine, seen.devices)
     return replace(seen, devices=tuple(devices), conditions=conditions, temperatures=temperatures)
 
 

@@ -11,8 +11,8 @@ from gpurt.discovery.merge import merge
 from gpurt.discovery.result import DiscoveryResult, summarize
 from gpurt.discovery.wire import ProbeOutcome
 from gpurt.errors import GPUError
-from gpurt.factory import PLATFORM_BACKEND_PRIORITY
 from gpurt.offload import off_loop
+from gpurt.platforms import PLATFORM_BACKEND_PRIORITY
 from gpurt.recording.layout import ROOT, Meta
 from gpurt.recording.place import Place, os_release
 from gpurt.recording.prober import FixtureProber

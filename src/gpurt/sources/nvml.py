@@ -32,6 +32,7 @@ from gpurt.sources.nvml_device import (
 )
 from gpurt.sources.nvml_errors import device_lost, reason_of_no_handle, unavailable
 from gpurt.sources.nvml_fields import GPU_IS_LOST, FieldReader, error_code
+from gpurt.sources.parallel import ask_each
 from gpurt.types import Telemetry
 
 __all__ = ["NvmlDevice", "NvmlPartition", "NvmlSession", "open_session"]
@@ -123,17 +124,18 @@ class NvmlSession:
                     operation="nvmlDeviceGetCount",
                     hint="reboot the machine",
                 )
-            found: list[NvmlDevice] = []
-            refused: list[Exception] = []
-            for index in range(count):
+            refused: dict[int, Exception] = {}
+
+            def describe(index: int) -> NvmlDevice:
                 try:
                     handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 except Exception as exc:  # one device's failure is that device's
-                    found.append(NvmlDevice(index, state=error_state(exc), reason=describe_error(exc)))
                     if error_code(exc) != GPU_IS_LOST:
-                        refused.append(exc)
-                else:
-                    found.append(describe_device(nvml, index, handle, root, library.mig_modes))
+                        refused[index] = exc
+                    return NvmlDevice(index, state=error_state(exc), reason=describe_error(exc))
+                return describe_device(nvml, index, handle, root, library.mig_modes)
+
+            found = ask_each(describe, range(count))
             if count and len(refused) == count:
                 raise unavailable(refused[0], "nvmlDeviceGetHandleByIndex") from refused[0]
             return tuple(found)

@@ -154,7 +154,7 @@ def _cuda_by_uuid(name: str, value: str, named: Sequence[Named]) -> Chosen:
     kind = value[:4].lower()
     for entry in value.split(","):
         wanted = entry.rstrip().lower()
-        exact = {item.position for item in named if wanted in (n.lower() for n in item.names)}
+        exact = {item.position for item in named if any(_is_named(wanted, n.lower()) for n in item.names)}
         matches = exact or {item.position for item in named if any(n.lower().startswith(wanted) for n in item.names)}
         # The first entry decides between whole devices and partitions; a list cannot have both.
         if not wanted.startswith(kind) or len(matches) != 1:
@@ -165,6 +165,11 @@ def _cuda_by_uuid(name: str, value: str, named: Sequence[Named]) -> Chosen:
             return Chosen((), warning=f"{name}: {entry!r} is named twice, which hides every device")
         order.append(position)
     return Chosen(tuple(order))
+
+
+def _is_named(wanted: str, name: str) -> bool:
+    # CUDA looks no further than the UUID is long: seen with driver 580, where PyTorch's own count is 0.
+    return wanted == name or (name.startswith("gpu-") and wanted.startswith(name))
 
 
 def _prefixed(token: str, uuids: Sequence[str | None]) -> int | None:
