@@ -193,6 +193,8 @@ async def test_a_block_is_not_reused_while_something_looks_into_it(pinned: bool,
         buffer = await backend.host_buffer(DEVICE, 40_000)
         array = make(buffer)
         array[0] = 7
+        if close and array is buffer.memory:
+            array = array[:]  # for it ends with the buffer
         if close:
             buffer.close()
         else:
@@ -211,6 +213,18 @@ async def test_a_block_is_not_reused_while_something_looks_into_it(pinned: bool,
         del derived
         with await backend.host_buffer(DEVICE, 40_000):
             pass
+
+
+async def test_the_view_ends_with_the_buffer_and_keeps_nothing() -> None:
+    async with limited(True) as backend:
+        with await backend.host_buffer(DEVICE, 40_000) as buffer:
+            view = buffer.memory
+            assert view is buffer.memory
+        with pytest.raises(ValueError, match="released"):
+            view[0] = 1
+        with await backend.host_buffer(DEVICE, 40_000) as buffer:  # the whole limit
+            buffer.memory.release()
+            buffer.memory[0] = 1
 
 
 async def test_arrays_of_a_closed_buffer_never_alias_the_next() -> None:

@@ -33,8 +33,8 @@ class HostBuffer:
 
     Close it when you are done with it. Its memory serves somebody else as soon as nothing looks into it any more:
     arrays and memoryviews made from it, and copies under way, also cancelled ones, keep it to themselves until they are
-    gone; they stay valid, and count towards the limit. A buffer that is dropped without ``close`` gives a
-    ``ResourceWarning`` and its memory back likewise.
+    gone; they stay valid, and count towards the limit. ``memory`` itself ends with ``close``. A buffer that is dropped
+    without it gives a ``ResourceWarning``, and its memory back likewise.
 
     Args:
         memory: writable, of unsigned bytes.
@@ -103,7 +103,8 @@ class HostBuffer:
     def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:
         if self._lease is not None:
             _warn(f"a host buffer of {self.nbytes:,} bytes was never closed", ResourceWarning, source=self)
-            self.close()
+            lease, self._lease = self._lease, None
+            lease.close(end_view=False)  # who kept the view alone meant to use it
 
 
 class HostPool:

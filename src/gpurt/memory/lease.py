@@ -7,6 +7,7 @@ alive.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable
@@ -22,10 +23,11 @@ class _Nothing:
 class Lease:
     """Open from the start; ``memory`` is for after ``attach``."""
 
-    __slots__ = ("_closed", "_keeper", "_watch")
+    __slots__ = ("_closed", "_keeper", "_view", "_watch")
 
     def __init__(self) -> None:
         self._closed = False
+        self._view: memoryview | None = None
         self._hold(_Nothing())
 
     def _hold(self, keeper: Any) -> None:
@@ -40,8 +42,14 @@ class Lease:
             self._keeper = None
 
     def memory(self) -> memoryview:
-        """A new view of all of it: one-dimensional, writable, unsigned bytes. Only while open and attached."""
-        return memoryview(self._keeper).cast("B")
+        """All of it: one-dimensional, writable, unsigned bytes. Only while open and attached.
+
+        One view, which ends with the lease unless something is made from it: who keeps it, in the frames of an
+        exception for example, does not keep the memory.
+        """
+        if self._view is None or _is_released(self._view):
+            self._view = memoryview(self._keeper).cast("B")
+        return self._view
 
     @property
     def closed(self) -> bool:
@@ -52,9 +60,13 @@ class Lease:
         """Open, or something made from the memory is alive."""
         return self._watch() is not None
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, *, end_view: bool = True) -> None:
+        """Idempotent. ``end_view``: release the view that ``memory`` gave."""
         self._closed = True
+        view, self._view = self._view, None
+        if end_view and view is not None:
+            with contextlib.suppress(BufferError):  # an array, a view or a copy under way hangs on it
+                view.release()
         self._keeper = None
 
     def when_unused(self, callback: Callable[[], object]) -> None:
@@ -65,3 +77,10 @@ class Lease:
             callback()
         else:
             weakref.finalize(keeper, callback).atexit = False
+
+
+def _is_released(view: memoryview) -> bool:
+    try:
+        return view.nbytes < 0
+    except ValueError:
+        return True
