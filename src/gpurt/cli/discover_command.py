@@ -216,10 +216,13 @@ async def _prepare(prober: ChildProber, backends: Sequence[str] | None) -> None:
     from gpurt.discovery.probe import has_child_processes
     from gpurt.platforms import current_platform
     from gpurt.settings import canonical_name
+    from gpurt.sources.nvidia_traces import has_nvidia_traces
 
     platform = current_platform()
     wanted = backends is None or "cuda" in map(canonical_name, backends)
     if not wanted or not has_child_processes(platform) or gate("cuda", platform=platform):
+        return
+    if platform == "linux" and not has_nvidia_traces(Path("/"), os.environ):
         return
     try:
         await prober.prepare("cuda", os.environ)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Final
 
 from gpurt.discovery.conversation import Conversation, Sighted
@@ -27,6 +28,7 @@ from gpurt.discovery.probe_process import (
 from gpurt.discovery.wire import Failure, ProbeOutcome, Transcript
 from gpurt.errors import ReasonCode
 from gpurt.offload import off_loop
+from gpurt.sources.nvidia_traces import NO_NVIDIA_DRIVER, has_nvidia_traces
 
 CLOSE_GRACE_S: Final = 1.0
 """How long a child that has answered may take to close its driver and exit."""
@@ -39,6 +41,13 @@ REAP_S: Final = 0.5
 def has_child_processes(platform: str) -> bool:
     """Whether a probe can be a child: not on iOS, nor where ``sys.executable`` is not an interpreter."""
     return platform != "ios" and bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
+def _no_trace_of_nvidia(environ: Mapping[str, str]) -> Failure | None:
+    """What the probe of cuda would say, where the file system says it: no process is needed for that."""
+    if sys.platform != "linux" or has_nvidia_traces(Path("/"), environ):
+        return None
+    return Failure(*NO_NVIDIA_DRIVER)
 
 
 class ChildProber:
@@ -129,6 +138,12 @@ class ChildProber:
         if talk is not None and talk.environ != environ:
             await self._end(name, talk)
             talk = None
+        if talk is None and name == "cuda" and self._command is probe_command:
+            absent = await off_loop("traces", lambda: _no_trace_of_nvidia(environ))
+            if absent is not None:
+                transcript = Transcript()
+                transcript.fail(absent)
+                return transcript
         if talk is None:
             try:
                 talk = await self._start(name, environ)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gpurt.errors import BackendUnavailable, DeviceLost, DeviceNotFound, ReasonCode
+from gpurt.sources.nvidia_traces import NO_NVIDIA_DRIVER
 from gpurt.sources.nvml_fields import GPU_IS_LOST, NO_PERMISSION, FieldReader, error_code
 
 _DEV: Final = Path("/dev")
@@ -29,11 +30,7 @@ _UNAVAILABLE: Mapping[int, tuple[ReasonCode, str, str | None]] = {
         "the NVIDIA kernel driver is not loaded",
         "run `sudo modprobe nvidia`, or reboot after installing the driver",
     ),
-    12: (
-        ReasonCode.NO_DRIVER,
-        "libnvidia-ml not found: the NVIDIA driver is not installed",
-        "install the NVIDIA driver; in a container, start it with the NVIDIA container toolkit (`--gpus all`)",
-    ),
+    12: NO_NVIDIA_DRIVER,
     GPU_IS_LOST: (ReasonCode.ERROR, "a GPU has fallen off the bus", "reboot the machine; see `dmesg | grep Xid`"),
     18: (
         ReasonCode.DRIVER_MISMATCH,
