@@ -189,7 +189,7 @@ class BackendReport(MappingModel):
     """None exactly when ``status`` is ``ok``."""
     message: str = ""
     """What happened, in one or two sentences for people."""
-    elapsed_ms: float = 0.0
+    elapsed_ms: float = Field(default=0.0, allow_inf_nan=False)
     hint: str | None = None
     """What to do about it."""
     device_ids: tuple[str, ...] = ()

@@ -350,3 +350,55 @@ async def test_a_thorough_caller_does_not_share_a_run_that_is_not() -> None:
     await asyncio.sleep(0)
     gate.set()
     assert [await first, await second] == ["quick", "thorough"]
+
+
+def living_of(group: int) -> list[int]:
+    """Processes of a group that have not ended."""
+    living: list[int] = []
+    for process in psutil.process_iter(["pid", "status"]):
+        try:
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                living.append(process.pid)
+        except ProcessLookupError:
+            continue
+    return living
+
+
+FORKING = """
+import os, time
+if os.fork():
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@on_every_loop
+@pytest.mark.parametrize("turns", [1, 2, 3, 4, 6])
+async def test_cancelled_while_it_starts_nothing_is_left(turns: int) -> None:
+    pids: list[int] = []
+    prober = ChildProber(
+        command=lambda _: (sys.executable, "-S", "-c", FORKING), kill=lambda pid: (pids.append(pid), kill_tree(pid))[1]
+    )
+    probe = asyncio.create_task(prober.probe("cuda", deadline=5.0, environ=os.environ))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    time.sleep(0.05)  # a busy loop: the child has forked and ended meanwhile
+    probe.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.wait({probe})
+    assert probe.cancelled()
+    async with asyncio.timeout(5):
+        while any(living_of(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+
+
+@on_every_loop
+async def test_a_child_that_has_ended_before_it_is_asked_is_a_crash() -> None:
+    prober = ChildProber(command=lambda _: (sys.executable, "-S", "-c", "raise SystemExit(3)"))
+    await prober.prepare("cuda", os.environ)
+    await asyncio.sleep(0.3)
+    outcome = await prober.probe("cuda", deadline=5.0, environ=os.environ)
+    assert outcome.failure is not None
+    assert outcome.failure.reason is ReasonCode.CRASHED
+    assert "exit code 3" in outcome.failure.message

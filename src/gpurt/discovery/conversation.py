@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -64,8 +65,9 @@ class Conversation(asyncio.SubprocessProtocol):
     def ask(self, request: bytes) -> None:
         """Send the request. A child that does not read it has ended, or will be late."""
         pipe = cast("asyncio.WriteTransport | None", self.transport.get_pipe_transport(0))
-        if pipe is not None:
-            pipe.write(request + b"\n")
+        if pipe is not None and not pipe.is_closing():
+            with contextlib.suppress(RuntimeError):  # uvloop: closed since
+                pipe.write(request + b"\n")
 
     def tell_sighted(self, on_sighted: Sighted | None) -> None:
         """Have ``on_sighted`` called with what is or will be sighted. Once at most."""

@@ -263,7 +263,7 @@ class DiscoveryMemory:
         fresh, forgotten = dict(self._fresh), set(self._forgotten)
         try:
             written = await off_loop("registry", lambda: self.file.update(change))
-        except (OSError, RegistryTooNew) as exc:
+        except (OSError, RegistryTooNew, ValueError) as exc:  # ValueError: what JSON cannot say, of another's entry
             if not self._warned:
                 self._warned = True
                 _log.warning("the registry %s is not saved: %s", self.file.path, exc)

@@ -29,6 +29,8 @@ class Pace:
         self._clock = clock
         self._looked_at: float | None = None
         self._wanted: Care | None = None
+        self._attended: Care | None = None
+        """What the look-up under way was wanted for."""
         self._resting: set[asyncio.Event] = set()
 
     @property
@@ -44,10 +46,15 @@ class Pace:
     def begin(self, care: Care) -> None:
         """A look-up begins: what changes from now on is for another one."""
         if self._wanted is not None and self._wanted <= care:
-            self._wanted = None
+            self._attended, self._wanted = self._wanted, None
 
-    def ended(self) -> None:
-        self._looked_at = self._clock()
+    def ended(self, *, complete: bool) -> None:
+        """A look-up has ended. What one that was given up was wanted for is wanted still."""
+        attended, self._attended = self._attended, None
+        if complete:
+            self._looked_at = self._clock()
+        elif attended is not None:
+            self.want(attended)
 
     def seconds_left(self, period: float) -> float:
         """Until the next look-up of somebody who wants one every ``period`` seconds."""

@@ -161,17 +161,33 @@ class ChildProber:
         return talk.transcript
 
     async def _start(self, name: str, environ: Mapping[str, str]) -> Conversation:
+        """Cancelled in the middle, the process is waited for until it is there, and killed: of one that is given up
+        halfway asyncio kills no descendants, and waits for the pipes that they hold."""
         talk = Conversation(new_token(), environ)
+        starting = asyncio.ensure_future(self._spawn(name, talk))
+        cancelled: asyncio.CancelledError | None = None
+        while not starting.done():
+            try:
+                await asyncio.wait({starting})
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is None:
+            starting.result()
+            return talk
+        if starting.exception() is None:
+            await self._end(name, talk)
+        raise cancelled
+
+    async def _spawn(self, name: str, talk: Conversation) -> None:
         await asyncio.get_running_loop().subprocess_exec(
             lambda: talk,
             *self._command(name),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=child_environment(environ, talk.token),
+            env=child_environment(talk.environ, talk.token),
             start_new_session=True,
         )
-        return talk
 
     async def _end(self, name: str, talk: Conversation) -> None:
         pid = talk.transport.get_pid()

@@ -22,6 +22,7 @@ from gpurt.discovery.lookup import Lookup
 from gpurt.discovery.memory import DiscoveryMemory
 from gpurt.discovery.merge import merge
 from gpurt.discovery.pace import Care, Pace
+from gpurt.discovery.patience import Patience
 from gpurt.discovery.preview import Previews
 from gpurt.discovery.probe import ChildProber
 from gpurt.discovery.registry import RegistryFile
@@ -126,6 +127,8 @@ class GPUDiscoveryService:
         )
         self._budget = MemoryBudget(root)
         self._pace = Pace(clock)
+        self._reading = Patience(f"the registry {self._memory.file.path}")
+        self._writing = Patience(f"the registry {self._memory.file.path}")
         self._watcher = HotChangeWatcher(self._changed, root=root, wanted=self._has_listeners)
         self._flight = SingleFlight[DiscoveryResult]()
         self._audience = Audience(clock)
@@ -155,8 +158,8 @@ class GPUDiscoveryService:
                 (``stale``), else, as soon as devices are seen or after 0.8 s, with what is known while
                 drivers are still being opened (``preview``).
 
-        Ends within the probe timeout plus one second. Backends that fail are in ``reports``, not raised.
-        Cancelling the last caller kills the probes.
+        Ends within the probe timeout plus one second, or plus twelve where the registry's disk does not answer.
+        Backends that fail are in ``reports``, not raised. Cancelling the last caller kills the probes.
 
         Raises:
             BackendClosed: ``shutdown`` was called meanwhile.
@@ -172,7 +175,7 @@ class GPUDiscoveryService:
         """What is known without looking: the last result, else the registry's, marked ``stale``; or None."""
         if (last := self._standing.last()) is not None:
             return last
-        await self._memory.load()
+        await self.load()
         return self._memory.stale()
 
     async def watch(self, interval: float | None = None) -> AsyncIterator[DiscoveryResult]:
@@ -225,7 +228,7 @@ class GPUDiscoveryService:
         Raises:
             GPUError: an environment variable has a value that is not allowed.
         """
-        await self._memory.load()
+        await self._reading.wait(self._memory.load)
 
     def look_soon(self, *, verify: bool = False) -> None:
         """Something has changed: whoever watches or subscribes looks up now instead of at the next interval.
@@ -253,6 +256,8 @@ class GPUDiscoveryService:
         self._pace.wake()
         self._audience.close()
         await self._flight.stop(SHUTDOWN_WAIT_S)
+        self._reading.give_up()
+        self._writing.give_up()
         try:
             async with asyncio.timeout(max(SHUTDOWN_WAIT_S - (time.monotonic() - began), 0.0)):
                 await self._memory.save_health()
@@ -275,8 +280,9 @@ class GPUDiscoveryService:
 
     async def _discover(self, care: Care) -> DiscoveryResult:
         self._pace.begin(care)
+        complete = False
         try:
-            await self._memory.load()
+            await self.load()
             answers = await self._lookup.ask(care, first=self._audience.told is None)
             merged = merge(
                 [answer.devices for answer in answers.by_backend.values()],
@@ -285,16 +291,17 @@ class GPUDiscoveryService:
             )
             known = self._standing.seen
             devices = await self._budget.apply(recognised(merged, known.devices if known else ()), self._env())
+            complete = True
         finally:
             self._previews.end()
-            self._pace.ended()
+            self._pace.ended(complete=complete)
         reports = [answer.report for answer in answers.by_backend.values()]
         seen = summarize(devices, reports, registry=str(self._memory.file.path))
         persisted = self._standing.persisted
         result, changed = self._standing.found(seen, answers.asked)
         if changed or care is not Care.POLL or not persisted or self._memory.unsaved:
             # Nobody who waits for the devices should be told late because a disk is slow: events are out already.
-            persisted = await self._memory.store(result)
+            persisted = await self._writing.wait(lambda: self._memory.store(result)) or False
         return self._standing.stored(persisted)
 
     def _changed(self, causes: frozenset[Cause]) -> None:

@@ -95,12 +95,9 @@ class Subscription:
             # A look-up may take as long as its slowest backend, and there may be something to tell before that.
             waited = {woken} if self._looking is None else {woken, self._looking}
             await asyncio.wait(waited, timeout=None if self._looking else delay, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            if self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
-            raise
         finally:
+            # Who goes away does not end the look-up: it is over soon, and whoever reads with a short timeout, or reads
+            # again, would never see the end of one.
             woken.cancel()
             self._wake = None
 

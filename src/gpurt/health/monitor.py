@@ -151,7 +151,7 @@ class HealthMonitor:
             try:
                 state, xids = DeviceState(entry["state"]), [int(xid) for xid in entry["xids"]]
                 reason = str(entry["reason"])
-            except (KeyError, TypeError, ValueError) as exc:
+            except (KeyError, TypeError, ValueError, OverflowError) as exc:
                 _log.warning("remembered health of %s is not understood: %s: %s", key, type(exc).__name__, exc)
                 continue
             if state not in SEVERITY or state is DeviceState.HEALTHY:

@@ -10,10 +10,12 @@ Every method blocks and is safe to call from several threads and processes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -124,7 +126,11 @@ class JsonFile(ABC, Generic[T]):
             directory.mkdir(parents=self.path == default_registry_path(), exist_ok=True)
 
     def _read(self, path: Path) -> T:
-        with path.open("rb") as file:
+        # A pipe has to be opened without waiting for its other end to be seen for one.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise CorruptRegistry(f"larger than {MAX_FILE_BYTES} bytes")
