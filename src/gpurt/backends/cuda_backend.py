@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 from gpurt.backend import GPUBackend
 from gpurt.backends.cuda_context import PrimaryContexts
 from gpurt.backends.cupy_driver import CuPyDriver
+from gpurt.backends.cupy_runtime import CUDA_INSTALL_HINT
 from gpurt.backends.tuning_file import TuningFile
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.identity import device_identity, normalize_pci_address, normalize_uuid
@@ -20,10 +21,6 @@ from gpurt.sources.host import host_fingerprint
 from gpurt.types import DeviceIdentity, DeviceKind, DeviceState, GPUDevice, Telemetry
 
 log = logging.getLogger("gpurt.cuda")
-
-INSTALL_HINT: Final = (
-    "pip install 'gpurt[cuda12]'  # cupy-cuda12x; with a driver for CUDA 13: 'gpurt[cuda13]'  # cupy-cuda13x"
-)
 
 # cudaError_t, driver_types.h.
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
@@ -71,7 +68,7 @@ class CUDADriver(CuPyDriver):
 
     def open(self) -> Sequence[GPUDevice]:
         try:
-            runtime = self.load_runtime(hip=False, install_hint=INSTALL_HINT)
+            runtime = self.load_runtime(hip=False, install_hint=CUDA_INSTALL_HINT)
         except BackendUnavailable as exc:
             first = self._driver_trouble(exc)
             if first is None:

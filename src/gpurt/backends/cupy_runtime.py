@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final
 
+CUDA_INSTALL_HINT: Final = (
+    "pip install 'gpurt[cuda12]'  # cupy-cuda12x; with a driver for CUDA 13: 'gpurt[cuda13]'  # cupy-cuda13x"
+)
+
 # cudaMemcpyKind, cudaStreamNonBlocking, cudaHostAllocPortable and cudaError_t of CUDA's driver_types.h and
 # cuda_runtime_api.h; HIP's agree.
 HOST_TO_DEVICE: Final = 1

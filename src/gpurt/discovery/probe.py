@@ -8,6 +8,7 @@ stderr is kept for the report.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import signal
 import sys
@@ -47,7 +48,12 @@ def _no_trace_of_nvidia(environ: Mapping[str, str]) -> Failure | None:
     """What the probe of cuda would say, where the file system says it: no process is needed for that."""
     if sys.platform != "linux" or has_nvidia_traces(Path("/"), environ):
         return None
-    return Failure(*NO_NVIDIA_DRIVER)
+    reason, message, hint = NO_NVIDIA_DRIVER
+    if importlib.util.find_spec("cupy") is None and importlib.util.find_spec("cupy_backends") is None:
+        from gpurt.backends.cupy_runtime import CUDA_INSTALL_HINT
+
+        message, hint = f"{message}; CuPy for CUDA is not installed", f"{hint}; {CUDA_INSTALL_HINT}"
+    return Failure(reason, message, hint)
 
 
 class ChildProber:
