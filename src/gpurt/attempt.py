@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import anyio
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
+from gpurt.offload import off_loop
+from gpurt.platforms import current_platform
+from gpurt.remedies import remedy, where_none_is_on_the_bus
+from gpurt.sources.pci import AMD, NVIDIA, has_pci_vendor
 from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 SHUTDOWN_TIMEOUT_S: Final = 2.0
@@ -21,6 +26,10 @@ CANCEL_WAIT_S: Final = 0.5
 """How long a cancelled attempt waits for that. Then it goes on in the background: cancelling must be prompt."""
 _MESSAGE_CHARS: Final = 400
 """Some libraries raise a page of advice; a report is one or two sentences."""
+
+_VENDORS: Final[Mapping[str, str]] = {"cuda": NVIDIA, "rocm": AMD}
+_NOT_MISSED: Final = frozenset({ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY})
+"""What nobody needs to mend on a machine whose PCI bus shows no such device."""
 
 _log = logging.getLogger("gpurt.factory")
 _closings: set[asyncio.Task[None]] = set()
@@ -75,7 +84,7 @@ async def attempt(
             reason=ReasonCode.TIMEOUT,
             hint="pass a longer deadline, or see whether the driver answers",
         )
-        return Attempt(_refusal(name, error, elapsed_ms), error=error)
+        return Attempt(await _advised(_refusal(name, error, elapsed_ms)), error=error)
     if task.cancelled():
         error = GPUError("initialize() was cancelled from inside", backend=name)
     elif (failure := task.exception()) is None:
@@ -88,7 +97,7 @@ async def attempt(
     else:
         raise failure  # KeyboardInterrupt, SystemExit: not ours to turn into a report
     await close(task, opened)
-    return Attempt(_refusal(name, error, elapsed_ms), error=error)
+    return Attempt(await _advised(_refusal(name, error, elapsed_ms)), error=error)
 
 
 async def close(task: asyncio.Task[tuple[GPUBackend, tuple[GPUDevice, ...]]] | None, opened: list[GPUBackend]) -> None:
@@ -165,6 +174,19 @@ def _refusal(name: str, error: Exception, elapsed_ms: float) -> BackendReport:
         elapsed_ms=elapsed_ms,
         hint=getattr(error, "hint", None),
     )
+
+
+async def _advised(report: BackendReport) -> BackendReport:
+    """``report`` with what to do about it: the same that discovery says."""
+    if report.reason is None:
+        return report
+    hint = report.hint or remedy(report.reason, report.name, current_platform())
+    vendor = _VENDORS.get(report.name)
+    if vendor is not None and report.reason in _NOT_MISSED:
+        on_bus = await off_loop("pci", lambda: has_pci_vendor(Path("/"), vendor))
+        if on_bus is False:
+            hint = where_none_is_on_the_bus(report.reason, hint)
+    return report.model_copy(update={"hint": hint})
 
 
 def reason_of(error: Exception) -> ReasonCode:

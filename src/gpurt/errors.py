@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 
 class ReasonCode(StrEnum):
-    """Why a backend or a device cannot be used. Each has a remedy in :mod:`gpurt.discovery.reasons`."""
+    """Why a backend or a device cannot be used. Each has a remedy in :mod:`gpurt.remedies`."""
 
     NO_LIBRARY = "no_library"
     """The Python package or shared library that the backend needs is not installed."""
@@ -54,6 +54,8 @@ class ReasonCode(StrEnum):
     """The backend does not exist on this operating system."""
     NOT_IMPLEMENTED = "not_implemented"
     """This version of gpurt has no driver for the backend yet."""
+    NOT_RECORDED = "not_recorded"
+    """Nobody was asked: it is of a recording that has no answer of the backend's own driver."""
     ERROR = "error"
     """Anything else; the message says what."""
 

@@ -79,8 +79,16 @@ class GPUBackendFactory:
             BackendUnavailable: that backend, or every candidate, refused; all reasons are in the message and in
                 :meth:`last_reports`.
             GPUError: an environment variable has a value that is not allowed.
+            TypeError: a name is no text, or ``candidates`` is one.
+            ValueError: ``deadline`` is not positive.
         """
-        if deadline is not None and deadline <= 0:
+        if name is not None:
+            plugins.check_name(name)
+        if candidates is not None:
+            if isinstance(candidates, str):
+                raise TypeError(f"candidates must be a sequence of names, such as [{candidates!r}], not a text")
+            candidates = [plugins.check_name(candidate) for candidate in candidates]
+        if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be positive seconds or None, not {deadline!r}")
         env = os.environ if environ is None else environ
         settings = SelectionSettings.from_environ(env)
@@ -93,9 +101,8 @@ class GPUBackendFactory:
                     _log.warning("%s is unavailable, falling back to cpu: %s", chosen, search.reports[-1].message)
                     backend = await search.first(["cpu"])
                 if backend is None:
-                    raise _unavailable(
-                        chosen, search.failures[0], f"it was chosen by {source}, so nothing else was tried"
-                    )
+                    why = f"it was chosen by {source}, so nothing else was tried"
+                    raise _unavailable(chosen, search.failures[0], why, search.reports[0].hint)
                 return backend
             allow_cpu = settings.fallback if fallback is None else fallback
             if candidates is not None:
@@ -124,7 +131,7 @@ class GPUBackendFactory:
 
         Whether it can be used is found out by :meth:`create_backend`.
         """
-        if not name.strip():
+        if not plugins.check_name(name).strip():
             raise ValueError("the backend name is empty; clear_backend_override() restores automatic choice")
         GPUBackendFactory._override = canonical_name(name)
 
@@ -182,7 +189,8 @@ class GPUBackendFactory:
         finally:
             GPUBackendFactory._reports = tuple(search.reports)
         if "cpu" not in info:
-            raise _unavailable("cpu", search.failures[-1], "it is the last resort, so this installation is broken")
+            why = "it is the last resort, so this installation is broken"
+            raise _unavailable("cpu", search.failures[-1], why, search.reports[-1].hint)
         return info
 
     @classmethod
@@ -262,13 +270,13 @@ def _without_cpu(names: Iterable[str]) -> list[str]:
     return [name for name in names if name != "cpu"]
 
 
-def _unavailable(name: str, error: Exception, consequence: str) -> BackendUnavailable:
+def _unavailable(name: str, error: Exception, consequence: str, hint: str | None) -> BackendUnavailable:
     failure = BackendUnavailable(
         f"{message_of(error)}; {consequence}",
         backend=name,
         reason=reason_of(error),
         install_hint=getattr(error, "install_hint", None),
-        hint=getattr(error, "hint", None),
+        hint=hint,
         code=getattr(error, "code", None),
     )
     failure.__cause__ = error

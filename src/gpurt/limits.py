@@ -1,4 +1,4 @@
-"""``GPURT_MEMORY_LIMIT`` on its way to the backends that the factory makes."""
+"""``GPURT_MEMORY_LIMIT`` on its way to the backends that are made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def memory_limit(environ: Mapping[str, str]) -> MemoryLimit | None:
     Raises:
         GPUError: it cannot be understood.
     """
-    limits = MemorySettings.from_environ(environ).limit
+    return limit_of(MemorySettings.from_environ(environ))
+
+
+def limit_of(settings: MemorySettings) -> MemoryLimit | None:
+    """What ``settings`` allow on each device, or None where they set no limit."""
+    limits = settings.limit
     if limits.default is None and not limits.by_name:
         return None
 

@@ -33,6 +33,7 @@ from gpurt.driver import API_VERSION, Driver
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.lane import Lane
 from gpurt.platforms import current_platform
+from gpurt.printable import quoted
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -52,6 +53,11 @@ BUILTIN_BACKENDS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
+_SIMULATED_HINT: Final = (
+    "simulated devices are never chosen by name, lest they be taken for hardware; make them: "
+    "async with gpurt.testing.create_simulated('h100x2') as backend"
+)
+
 BackendCreator = Callable[[], "GPUBackend | Driver"]
 
 third_party_enabled: ContextVar[bool] = ContextVar("gpurt.third_party_enabled", default=True)
@@ -63,14 +69,28 @@ _registered: dict[str, BackendCreator] = {}
 _T = TypeVar("_T")
 
 
+def check_name(name: object) -> str:
+    """``name``, if it is a text.
+
+    Raises:
+        TypeError: it is not; the message says what is allowed.
+    """
+    if isinstance(name, str):
+        return name
+    raise TypeError(
+        f"a backend is named by a text, such as {', '.join(map(repr, BUILTIN_BACKENDS))} or what a plug-in offers, "
+        f"not by {quoted(repr(name))} of type {type(name).__name__}"
+    )
+
+
 def register(name: str, create: BackendCreator, *, replace: bool = False) -> None:
     """Make a backend known to this process under ``name``.
 
     Raises:
         ValueError: the name is taken and ``replace`` is not given, or it is not an identifier.
-        TypeError: ``create`` cannot be called.
+        TypeError: ``create`` cannot be called, or ``name`` is no text.
     """
-    if not name.isidentifier() or name != name.lower():
+    if not check_name(name).isidentifier() or name != name.lower():
         raise ValueError(f"backend name {name!r} must be a lower-case identifier")
     if not callable(create):
         raise TypeError(f"create must be callable without arguments, not {type(create).__name__}")
@@ -132,7 +152,8 @@ def load(name: str) -> BackendCreator:
         points = _entry_points()
         if name not in points:
             known = ", ".join(known_names())
-            raise BackendUnavailable(f"there is no backend named {name!r}", hint=f"choose one of {known}")
+            hint = _SIMULATED_HINT if name == "simulated" else f"choose one of {known}"
+            raise BackendUnavailable(f"there is no backend named {quoted(name)}", hint=hint)
         create = _import(name, points[name].load)
     _check(name, create)
     return create

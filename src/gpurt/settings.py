@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpurt.errors import GPUError
+from gpurt.printable import quoted, shortened
 
 BACKEND_VARIABLES: Final = ("GPURT_BACKEND", "AITBC_GPU_BACKEND")
 FALLBACK_VARIABLES: Final = ("GPURT_FALLBACK", "AITBC_GPU_FALLBACK")
@@ -52,7 +53,7 @@ class SelectionSettings:
             backend = None
         return cls(
             backend=backend,
-            backend_source=f"{variable}={text}" if backend else None,
+            backend_source=f"{variable}={shortened(text or '')}" if backend else None,
             fallback=_boolean(environ, FALLBACK_VARIABLES),
             plugins=_boolean(environ, PLUGINS_VARIABLES),
         )
@@ -80,5 +81,6 @@ def _boolean(environ: Mapping[str, str], variables: tuple[str, ...]) -> bool:
     if text.lower() in _FALSE:
         return False
     raise GPUError(
-        f"{variable}={text!r} is neither true nor false", hint="use one of 1 true yes on, 0 false no off, or unset it"
+        f"{variable}={quoted(text)} is neither true nor false",
+        hint="use one of 1 true yes on, 0 false no off, or unset it",
     )

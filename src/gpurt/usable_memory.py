@@ -24,6 +24,7 @@ from fractions import Fraction
 from typing import Final
 
 from gpurt.errors import GPUError
+from gpurt.printable import quoted
 from gpurt.sources.host import HostMemory
 from gpurt.types import DeviceKind, GPUDevice
 
@@ -37,7 +38,11 @@ RESERVES: Final[Mapping[DeviceKind, int]] = {
 }
 """Left free by default: what a process's context and its libraries' own buffers take on a GPU before the first
 allocation. A decision of ours, between the 457 MiB that Ollama leaves and the 1 GiB of llama.cpp. The host's budget
-(:func:`gpurt.sources.host.memory_budget`) needs none: the kernel keeps its own reserve out of it."""
+(:func:`gpurt.sources.host.memory_budget`) needs none: the kernel keeps its own reserve out of it. Simulated devices
+have no such context."""
+
+PROFILE: Final = "profile"
+"""Source of the usable memory of simulated devices: what the simulation has left."""
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?i?b?)", re.ASCII | re.I)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -87,7 +92,9 @@ class MemorySettings:
 
     def reserve_bytes(self, device: GPUDevice) -> int:
         amount = self.reserve.of(device)
-        return RESERVES.get(device.kind, 0) if amount is None else amount.size_bytes
+        if amount is not None:
+            return amount.size_bytes
+        return 0 if device.simulated else RESERVES.get(device.kind, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +202,10 @@ def with_usable_memory(
     Args:
         figures: default: the record's own total, free memory and ``unified_memory``.
     """
-    if figures is None:
+    if device.simulated:
+        # The host's memory has nothing to do with it, also where the device simulates unified memory.
+        figures, host = Figures(device.memory_bytes, device.memory_available), None
+    elif figures is None:
         unified = device.unified_memory or (device.kind is DeviceKind.CPU and host is not None)
         figures = Figures(device.memory_bytes, device.memory_available, unified)
     usable = usable_memory(
@@ -208,7 +218,7 @@ def with_usable_memory(
     return device.model_copy(
         update={
             "memory_usable_bytes": usable.usable_bytes,
-            "memory_usable_source": usable.source,
+            "memory_usable_source": PROFILE if device.simulated and usable.source == "driver" else usable.source,
             "memory_pool_id": usable.pool or device.memory_pool_id,
         }
     )
@@ -262,15 +272,15 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size")
+        raise ValueError(f"{quoted(text)} is not a size")
     number, unit = match[1], match[2].lower()
     # "ib" is no unit, and neither is a lone "i".
     if unit in ("i", "ib") or (unit.endswith("i")):
-        raise ValueError(f"{text!r} has no unit that is known")
+        raise ValueError(f"{quoted(text)} has no unit that is known")
     base = 1000 if unit.endswith("b") and not unit.endswith("ib") and unit != "b" else 1024
     size = int(Fraction(number) * base ** _POWERS[unit[:1] if unit != "b" else ""])
     if size >= 1 << 63:
-        raise ValueError(f"{text!r} is more than any machine has")
+        raise ValueError(f"{quoted(text)} is more than any machine has")
     return size
 
 
@@ -283,6 +293,6 @@ def _size(size: str, item: str, variable: str) -> int:
 
 def _bad(variable: str, item: str, why: str) -> GPUError:
     return GPUError(
-        f"{variable}: cannot understand {item!r}: {why}",
+        f"{variable}: cannot understand {quoted(item)}: {why}",
         hint="write a size such as 20GiB, or name devices: cuda:0=40GiB,20GiB",
     )

@@ -18,7 +18,7 @@ from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.errors import ReasonCode
 from gpurt.identity import device_identity
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 from tests.cases.rig import MIB, NO_CUPY, Said, card, cards, look, outcome, replay, uuid, verified
 from tests.discovery.cuda_rig import FakeCuPy
 from tests.discovery.records import device

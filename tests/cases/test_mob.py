@@ -66,6 +66,6 @@ async def test_mob_2_a_driver_of_one_thread_has_one() -> None:
 
 @pytest.mark.parametrize("reason", [ReasonCode.NO_LIBRARY])
 def test_mob_1_the_reason_has_a_remedy(reason: ReasonCode) -> None:
-    from gpurt.discovery.reasons import remedy
+    from gpurt.remedies import remedy
 
     assert remedy(reason, "tflite", "linux")

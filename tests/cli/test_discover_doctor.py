@@ -90,6 +90,19 @@ def test_masked_it_has_nothing_of_its_owner(nvml_stub: NvmlStub, tmp_path: Path)
     assert any(uuids[0] in each["text"] for each in document["explanations"])
 
 
+def test_a_home_that_is_not_below_home_is_masked_too(nvml_stub: NvmlStub, tmp_path: Path) -> None:
+    """As root's, and as the one that the registry is in by itself."""
+    home = tmp_path / "root"
+    home.mkdir()
+    env = nvml_stub.env("ok2") | {"HOME": str(home), "USER": "root"}
+    env.pop("XDG_STATE_HOME", None)
+    done = doctor("report.json", "--backend", "cpu", "--mask", env=env, where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "report.json").read_text()
+    assert str(home) not in text
+    assert json.loads(text)["registry"]["path"].startswith("/home/user-")
+
+
 async def test_a_discovery_that_fails_is_what_the_report_is_about() -> None:
     async def discover() -> Any:
         raise GPUError("GPURT_PLUGINS='perhaps' is neither true nor false")

@@ -12,7 +12,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ async def test_a_row_has_values_their_course_and_their_age() -> None:
     )
     clock.now += 7
     text = shown(collector, [device(0)])
-    assert "80.0 GiB ▁▃▅▆█" in text
+    assert "80.0 / 80.0 GiB ▁▃▅▆█" in text
+    assert "memory used / total" in text
     assert "100 % ▁▃▅▆█" in text
     assert "41 °C" in text
     assert "70 W" in text
@@ -100,7 +101,8 @@ async def test_a_row_has_values_their_course_and_their_age() -> None:
 async def test_what_is_not_told_says_why_and_is_never_0() -> None:
     collector, _, _ = await polled([{"power_w": None, "utilization_percent": float("nan"), "temperature_c": None}])
     text = shown(collector, [device(0)])
-    assert "unsupported" in text
+    assert "not told" in text
+    assert "unsupported" not in text
     assert "invalid" in text
     assert "0 W" not in text
     assert "0 %" not in text
@@ -121,8 +123,23 @@ async def test_devices_without_a_reader_say_why() -> None:
         collector, [device(0), device(1)], why_none={device(1).stable_id: "NVML has no readings of a MIG partition"}
     )
     assert "not read yet" in text
-    assert "no reader" in text
+    assert "reader" not in text
     assert "cuda:1: no readings: NVML has no readings of a MIG partition" in text
+
+
+async def test_small_memory_has_units_of_its_own() -> None:
+    collector, _, _ = await polled([{"memory_used_bytes": 300 << 20}])
+    assert "300 MiB / 80.0 GiB" in shown(collector, [device(0)])
+
+
+async def test_what_is_missing_is_one_line_and_what_is_waited_for_the_last() -> None:
+    collector, _, _ = await polled([{}])
+    part = picture(
+        [device(0)], collector, {}, ["an event"], status="looking …", absent={"rocm": "no device", "cuda": "timeout"},
+        width=160, height=40,
+    )  # fmt: skip
+    lines = text_of(part).splitlines()
+    assert lines[-3:] == ["not available: rocm (no device), cuda (timeout)", "an event", "looking …"]
 
 
 async def test_a_device_that_stops_answering_is_shown_so() -> None:
@@ -244,6 +261,33 @@ async def test_a_cancelled_watch_leaves_nothing(tmp_path: Path) -> None:
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h"), "and so is its cursor"
 
 
+async def test_a_look_up_that_found_nothing_new_leaves_no_word_that_it_goes_on(tmp_path: Path) -> None:
+    """The second watch begins with what the registry remembers, and nothing of it changes."""
+
+    def service() -> GPUDiscoveryService:
+        return GPUDiscoveryService(registry_path=tmp_path / "r.json", backends=["cpu", "rocm"], interval=60)
+
+    async with service() as first:
+        await first.discover_all_devices()
+    console = Console(file=io.StringIO(), force_terminal=True, width=140, height=20)
+    task = asyncio.create_task(LiveWatch(service(), console, interval_s=60.0).run())
+    file = console.file
+    assert isinstance(file, io.StringIO)
+
+    def last() -> str:
+        return file.getvalue().rsplit("\x1b[H", 1)[-1]
+
+    async with asyncio.timeout(20):
+        while "cpu:0" not in last() or "looking" in last():
+            assert not task.done()
+            await asyncio.sleep(0.02)
+    assert "not available: rocm (" in last()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "looking" not in file.getvalue().rsplit("\x1b[?1049l", 1)[1]
+
+
 async def test_a_variable_that_is_wrong_is_one_error(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=20)
     service = GPUDiscoveryService(registry_path=tmp_path / "r.json", environ={"GPURT_PLUGINS": "perhaps"})
@@ -251,55 +295,120 @@ async def test_a_variable_that_is_wrong_is_one_error(tmp_path: Path) -> None:
         await LiveWatch(service, console, interval_s=1.0).run()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pseudo-terminals")
-def test_ctrl_c_on_a_terminal_that_was_resized(tmp_path: Path) -> None:
-    import fcntl
-    import pty
-    import termios
+class OnTerminal:
+    """A command whose terminal is ours."""
 
-    def resize(rows: int, columns: int) -> None:
-        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    def __init__(self, *arguments: str) -> None:
+        import pty
 
-    pid, master = pty.fork()
-    if pid == 0:
-        os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        arguments = ["-m", "gpurt.discover", "--watch", "0.2", "--backend", "cpu", "--registry", str(tmp_path / "r")]
-        os.execv(sys.executable, [sys.executable, *arguments])
-    seen = ""
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.execv(sys.executable, [sys.executable, "-m", *arguments])
+        self.seen = ""
 
-    def until(condition: Any) -> None:
-        nonlocal seen
+    def resize(self, rows: int, columns: int) -> None:
+        import fcntl
+        import termios
+
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read(self) -> None:
+        if select.select([self.master], [], [], 0.1)[0]:
+            with contextlib.suppress(OSError):  # the terminal goes away with its last process
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+
+    def until(self, condition: Callable[[str], bool]) -> None:
         deadline = time.monotonic() + 30
-        while not condition(seen):
-            assert time.monotonic() < deadline, seen[-2000:]
-            if select.select([master], [], [], 0.1)[0]:
-                seen += os.read(master, 65536).decode(errors="replace")
+        while not condition(self.seen):
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            self.read()
 
+    def end(self, *, hung_up: bool = False) -> int:
+        """The exit code."""
+        deadline = time.monotonic() + 20
+        while True:
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            if not hung_up:
+                self.read()
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+
+
+def is_drawn(text: str) -> bool:
+    return "GiB ▁" in text or "GiB ▂" in text or "GiB █" in text
+
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pseudo-terminals")
+
+
+@on_linux
+def test_ctrl_c_on_a_terminal_that_was_resized(tmp_path: Path) -> None:
+    command = OnTerminal("gpurt.discover", "--watch", "0.2", "--backend", "cpu", "--registry", str(tmp_path / "r"))
     try:
-        resize(30, 140)
-        until(lambda text: "GiB ▁" in text or "GiB ▂" in text or "GiB █" in text)
-        resize(20, 90)
-        seen = ""
+        command.resize(30, 140)
+        command.until(is_drawn)
+        command.resize(20, 90)
+        command.seen = ""
 
         def narrow(text: str) -> bool:
             rules = re.findall("┏[━┳]+┓", text)
             return bool(rules) and len(rules[-1]) <= 90
 
-        until(narrow)
-        os.write(master, b"\x03")
-        seen = ""
-        ended = 0
-        deadline = time.monotonic() + 20
-        while ended == 0:
-            assert time.monotonic() < deadline
-            if select.select([master], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):  # the terminal goes away with its last process
-                    seen += os.read(master, 65536).decode(errors="replace")
-            ended, status = os.waitpid(pid, os.WNOHANG)
-        assert os.waitstatus_to_exitcode(status) == 0
-        assert "\x1b[?25h" in seen, "the cursor is back"
-        assert "\x1b[?1049l" in seen
-        assert "Traceback" not in seen
+        command.until(narrow)
+        os.write(command.master, b"\x03")
+        command.seen = ""
+        assert command.end() == 0
+        assert "\x1b[?25h" in command.seen, "the cursor is back"
+        assert "\x1b[?1049l" in command.seen
+        assert "Traceback" not in command.seen
     finally:
-        os.close(master)
+        os.close(command.master)
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("program", "number", "code"),
+    [
+        (["gpurt.discover"], signal.SIGTERM, 143),
+        (["gpurt.discover"], signal.SIGHUP, 129),
+        (["gpurt", "discover"], signal.SIGTERM, 143),
+        (["gpurt", "discover"], signal.SIGHUP, 129),
+    ],
+)
+def test_a_signal_gives_the_terminal_back(program: list[str], number: int, code: int, tmp_path: Path) -> None:
+    command = OnTerminal(*program, "--watch", "1", "--backend", "cpu", "--registry", str(tmp_path / "r"))
+    try:
+        command.resize(30, 140)
+        command.until(is_drawn)
+        os.kill(command.pid, number)
+        assert command.end() == code
+        assert command.seen.count("\x1b[?1049l") == command.seen.count("\x1b[?1049h") == 1
+        assert command.seen.count("\x1b[?25l") == command.seen.count("\x1b[?25h"), "the cursor is back"
+        assert "Traceback" not in command.seen
+    finally:
+        os.close(command.master)
+
+
+@on_linux
+def test_a_terminal_that_hangs_up(tmp_path: Path) -> None:
+    command = OnTerminal("gpurt.discover", "--watch", "1", "--backend", "cpu", "--registry", str(tmp_path / "r"))
+    command.resize(30, 140)
+    command.until(is_drawn)
+    os.close(command.master)
+    assert command.end(hung_up=True) == 129
+
+
+@on_linux
+def test_a_live_table_refuses_what_it_cannot_show(tmp_path: Path) -> None:
+    command = OnTerminal("gpurt.discover", "--watch", "1", "--explain", "--backend", "cpu")
+    try:
+        assert command.end() == 2
+        command.until(lambda text: "no room for --explain" in text)
+        assert "\x1b[?1049h" not in command.seen
+    finally:
+        os.close(command.master)

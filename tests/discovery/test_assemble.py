@@ -8,9 +8,9 @@ import pytest
 
 from gpurt.discovery.assemble import BackendAnswer, assemble
 from gpurt.discovery.gate import gate
-from gpurt.discovery.reasons import remedy
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
+from gpurt.remedies import remedy
 from gpurt.sources.pci import has_pci_vendor
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
 from tests.discovery.records import UUIDS, device
@@ -179,6 +179,33 @@ def test_the_bus_says_that_there_is_no_card_to_drive() -> None:
     assert "PCI" not in answer(on_bus=None, failure=no_driver).report.message
 
 
+@pytest.mark.parametrize("reason", [ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY])
+@pytest.mark.parametrize("hint", [None, "install the NVIDIA driver"])
+def test_nobody_without_a_card_is_told_to_install_its_driver(reason: ReasonCode, hint: str | None) -> None:
+    report = answer(on_bus=False, failure=Failure(reason, "not found", hint)).report
+    assert (report.hint or "").startswith("nothing, if this machine has no such device; else: ")
+    assert (hint or remedy(reason, "cuda", "linux")) in (report.hint or "")
+    there = answer(on_bus=True, failure=Failure(reason, "not found", hint)).report
+    assert not (there.hint or "").startswith("nothing")
+    shown = answer(on_bus=False, sighted=(seen(0),), failure=Failure(reason, "not found", hint)).report
+    assert not (shown.hint or "").startswith("nothing"), "in a virtual machine the bus may be another"
+
+
+def test_a_late_answer_without_a_card_is_no_driver_that_needs_a_reset() -> None:
+    late = Failure(ReasonCode.TIMEOUT, "no answer within 0.001 s")
+    without, there = (answer(on_bus=on_bus, failure=late).report.hint or "" for on_bus in (False, True))
+    assert "reset" not in without
+    assert "--timeout" in without
+    assert "reset" in there
+    assert "30 the first time" in there, "as --help says"
+
+
+def test_nobody_asked_is_neither_healthy_nor_ill() -> None:
+    given = answer(sighted=(seen(0), seen(1, state=DeviceState.LOST)), failure=Failure(ReasonCode.NOT_RECORDED, "no"))
+    assert [d.state for d in given.devices] == [DeviceState.UNKNOWN, DeviceState.LOST]
+    assert given.report.reason is ReasonCode.NOT_RECORDED
+
+
 def test_a_driver_without_devices_is_no_device() -> None:
     assert answer(verified=()).report.reason is ReasonCode.NO_DEVICE
 
@@ -212,6 +239,14 @@ def test_the_gate_rules_out_only_what_is_impossible(tmp_path: Any) -> None:
     vendor.parent.mkdir(parents=True)
     vendor.write_text("0x10de\n")
     assert check("rocm", "linux") is ReasonCode.NO_DEVICE
+    with_card = gate("cuda", platform="linux", root=tmp_path, has_module=none)
+    assert with_card is not None
+    assert with_card.hint is None, "the remedy of the reason"
+    vendor.write_text("0x8086\n")
+    without = gate("cuda", platform="linux", root=tmp_path, has_module=none)
+    assert without is not None
+    assert (without.hint or "").startswith("nothing, if this machine has no such device; else: pip install")
+    vendor.write_text("0x10de\n")
     assert has_pci_vendor(tmp_path, "0x10de") is True
 
 

@@ -56,7 +56,7 @@ def test_the_table_says_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
     if done.returncode == 1:
         assert "cuda" in done.stdout
         assert "to do:" in done.stdout
-        assert "cupy-cuda12x" in done.stdout
+        assert "install" in done.stdout
     assert "environment:" in done.stdout
     assert done.stderr == ""
 
@@ -140,6 +140,43 @@ def test_output_that_cannot_be_written_is_exit_code_2(options: list[str], tmp_pa
     assert done.stderr.count("\n") == 1
 
 
+def test_a_variable_with_a_letter_missing_is_a_warning(tmp_path: Path) -> None:
+    env = dict(os.environ) | {"GPURT_MEMORY_LIMT": "20GiB", "GPURT_ACME_TOKEN": "x"}
+    done = discover("--backend", "cpu", "--registry", str(tmp_path / "r.json"), env=env)
+    assert "GPURT_MEMORY_LIMT is no variable of gpurt's and does nothing; GPURT_MEMORY_LIMIT is one" in done.stderr
+    assert "ACME" not in done.stderr
+
+
+def test_help_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "`" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_directory_that_cannot_be_made_is_not_called_one_that_is_not_writable() -> None:
+    done = discover("--explain", "--backend", "cpu", "--registry", "/proc/gpurt/r.json")
+    assert "does NOT hold" in done.stdout
+    assert "can be made and written" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)])
+def test_lines_of_a_watch_end_with_the_code_of_the_signal(number: int, code: int, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command("--json", "--watch", "5", "--backend", "cpu", "--registry", str(tmp_path / "r.json")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, number)],
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(timeout=10) == code
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_a_registry_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
     done = discover("--json", "--backend", "cpu", "--registry", "/proc/registry.json")
@@ -183,6 +220,8 @@ def test_a_change_is_one_line() -> None:
     assert "healthy -> lost" in line
     assert "Xid 79" in line
     (line,) = map(describe, diff(result(device(0)), result(device(0, memory_available=GIB))))
+    assert "1.0 GiB free / 80.0 GiB" in line
+    (line,) = map(describe, diff(result(device(0)), result(device(0, memory_usable_bytes=GIB))))
     assert "1.0 GiB / 80.0 GiB" in line
     (line, _) = map(describe, diff(result(device(0)), result(reports=[absent("cuda", message="hung")])))
     assert "backend_unavailable  cuda  timeout: hung" in line

@@ -14,7 +14,7 @@ import pytest
 from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.discovery.sight import sight
 from gpurt.visibility.candidates import candidate_of
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 
 pytestmark = pytest.mark.gpu
 

@@ -147,6 +147,32 @@ class TestUsableMemory:
                     own.memory_pool_id,
                 )
 
+    async def test_simulated_devices_obey_limits_and_reserves(self, path: Path, root: Path) -> None:
+        environ = {"GPURT_MEMORY_LIMIT": "simulated:0=20GiB", "GPURT_MEMORY_RESERVE": "1GiB"}
+        for host in (create_simulated("h100,m2-ultra", environ={}), create_simulated("h100,m2-ultra", environ=environ)):
+            async with host as backend:
+                service = GPUDiscoveryService(backend, registry_path=path, root=root, environ=environ)
+                first, second = (await service.discover_all_devices()).devices
+            assert (first.memory_usable_bytes, first.memory_usable_source) == (20 * GIB, "limit")
+            assert second.memory_available is not None
+            assert second.memory_usable_bytes == second.memory_available - GIB
+            assert (second.memory_usable_source, second.memory_pool_id) == ("profile", second.stable_id)
+
+    def test_no_more_is_usable_than_is_free(self) -> None:
+        record = cpu(**NUMPY, memory_available=39 * GIB)
+        after = budgeted(record, MemorySettings(), self.HOST, "host:abc")
+        assert (after.memory_usable_bytes, after.memory_available) == (40 * GIB, 40 * GIB)
+        strange = cpu(memory_usable_bytes=50 * GIB, memory_usable_source="limit", memory_available=39 * GIB)
+        after = budgeted(strange, MemorySettings(), self.HOST, "host:abc")
+        assert (after.memory_usable_bytes, after.memory_available) == (39 * GIB, 39 * GIB)
+        # What the kernel would reclaim is free, and drivers of unified memory do not say so.
+        spark = device(0, unified_memory=True, memory_bytes=64 * GIB, memory_available=5 * GIB)
+        after = budgeted(spark, MemorySettings(), self.HOST, "host:abc")
+        assert (after.memory_usable_bytes, after.memory_available) == (40 * GIB - (512 << 20), 40 * GIB)
+        forced = MemorySettings.from_environ({"GPURT_MEMORY_LIMIT": "60GiB!"})
+        after = budgeted(device(0, memory_available=GIB), forced, self.HOST, "host:abc")
+        assert (after.memory_usable_bytes, after.memory_available) == (60 * GIB, GIB)
+
     async def test_a_limit_that_is_no_size_is_said(self, path: Path) -> None:
         with pytest.raises(GPUError, match="GPURT_MEMORY_LIMIT"):
             await Host(device(0)).service(path, environ={"GPURT_MEMORY_LIMIT": "lots"}).discover_all_devices()

@@ -79,3 +79,30 @@ async def test_a_backends_own_limit_is_not_raised(two: str) -> None:
 async def test_a_limit_that_is_not_a_size_is_said_before_anything_is_opened() -> None:
     with pytest.raises(GPUError, match="GPURT_MEMORY_LIMIT"):
         await create_backend("cpu", environ={"GPURT_MEMORY_LIMIT": "much"})
+
+
+async def test_simulated_devices_obey_as_real_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPURT_MEMORY_LIMIT", "simulated:0=1MiB")
+    monkeypatch.setenv("GPURT_MEMORY_RESERVE", "2GiB")
+    async with create_simulated("h100x2") as backend:
+        first, second = backend.devices
+        with pytest.raises(OutOfMemory) as caught:
+            await backend.allocate(first.device_id, 2 * MIB)
+        assert caught.value.limit_bytes == MIB
+        assert (first.memory_usable_bytes, first.memory_usable_source) == (MIB, "limit")
+        free = second.memory_available
+        assert free is not None
+        assert (second.memory_usable_bytes, second.memory_usable_source) == (free - (2 << 30), "profile")
+        assert (await backend.get_device_memory_info(first.device_id)).available_bytes == MIB
+        assert (await backend.get_device_memory_info(second.device_id)).available_bytes == free
+
+
+async def test_simulated_devices_without_a_limit_have_all_that_they_simulate() -> None:
+    async with create_simulated("h100,m2-ultra", environ={}) as backend:
+        for device in backend.devices:
+            assert (device.memory_usable_bytes, device.memory_usable_source) == (device.memory_available, "profile")
+
+
+def test_a_limit_of_simulated_devices_that_is_not_a_size() -> None:
+    with pytest.raises(GPUError, match="GPURT_MEMORY_LIMIT"):
+        create_simulated("h100", environ={"GPURT_MEMORY_LIMIT": "lots"})

@@ -91,11 +91,9 @@ async def test_typed_refusal_keeps_reason_and_hint(shelf: Shelf) -> None:
     shelf.put("cuda", raising(refusal))
     await factory.create_backend()
     report = factory.last_reports()[0]
-    assert (report.reason, report.message, report.hint) == (
-        "no_library",
-        "CuPy is not installed",
-        "pip install cupy-cuda12x",
-    )
+    assert (report.reason, report.message) == ("no_library", "CuPy is not installed")
+    # On a machine whose bus shows no card it is said first that none may be missed, as discovery says it.
+    assert (report.hint or "").endswith("pip install cupy-cuda12x")
     with pytest.raises(BackendUnavailable, match="cupy-cuda12x") as caught:
         await factory.create_backend("cuda")
     assert caught.value.__cause__ is refusal

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpurt.discover import main
+from gpurt.discovery.report import size_text
 from gpurt.errors import ReasonCode
 from gpurt.recording.replay import Recording
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
@@ -51,9 +52,10 @@ async def test_cards_of_nvidia(
     assert device.identity is not None
     assert device.identity.stable
     assert device.identity.uuid == device.stable_id
-    assert device.state is DeviceState.HEALTHY
+    assert device.state is DeviceState.UNKNOWN, "nobody asked it"
     assert not device.usable
-    assert (device.state_reason or "").startswith("no_library: the recording has no answer of cuda's own driver")
+    assert (device.state_reason or "").startswith("not_recorded: the recording has no answer of cuda's own driver")
+    assert device.memory_usable_bytes == free_mib * MIB - (512 << 20), "as on its machine: free, less the reserve"
 
 
 async def test_pci_domain_and_address_of_the_capture() -> None:
@@ -138,7 +140,9 @@ async def test_windows_by_wmi_does_not_take_4_gib_for_a_size() -> None:
 def test_the_command_says_recorded_and_explains_everything(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--json", "--explain", "--fixture", str(directory)])
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert code == (1 if document["backend_name"] == "cpu" else 2)
+    assert (code, document["discovery_status"]) == (1, "partial"), "nothing failed, and nothing is known to work"
+    assert not any(report["reason"] == "no_library" for report in document["reports"])
+    assert {device["state"] for device in document["devices"] if device["kind"] != "cpu"} == {"unknown"}
     assert document["recorded"]["directory"] == str(directory)
     assert all(device["recorded"] for device in document["devices"])
     assert document["devices"]
@@ -149,10 +153,43 @@ def test_the_command_says_recorded_and_explains_everything(directory: Path, caps
     assert {device["device_id"] for device in document["devices"]} <= {each["subject"] for each in about["memory"]}
     for device, sentence in zip(document["devices"], about["device"], strict=True):
         assert "(recorded)" in sentence["text"]
-        assert device["usable"] or sentence["todo"]
+        assert device["usable"] or sentence["todo"] == "nothing: a recording is looked at, not used"
+    (verdict,) = [each for each in explained if each["subject"] == "discovery"]
+    assert "the recording has no answer" in verdict["text"]
+    assert ("of the processor there is nothing" in verdict["text"]) == (document["backend_name"] != "cpu")
+    for device in document["devices"]:
+        (sentence,) = [each for each in about["memory"] if each["subject"] == device["device_id"]]
+        known = device["memory_usable_bytes"] is not None
+        assert ("to use, decided by" in sentence["text"]) == known, "the sentence and the figure agree"
+    (nothing,) = [each for each in explained if each["topic"] == "visibility"]
+    assert nothing["text"].startswith("In the recorded environment: ")
     assert main(["--fixture", str(directory)]) == code
     shown = capsys.readouterr().out
     assert all(f"{device['device_id']} (recorded)" in shown for device in document["devices"])
+    for device in document["devices"]:
+        if device["memory_usable_bytes"] is not None:
+            assert size_text(device["memory_usable_bytes"]) in shown
+
+
+def test_a_variable_beside_a_recording(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = str(FIXTURES / "nvidia-h100")
+    monkeypatch.setenv("GPURT_MEMORY_LIMIT", "lots")
+    assert main(["--fixture", directory]) == 2
+    assert "'lots'" in capsys.readouterr().err
+    monkeypatch.setenv("GPURT_MEMORY_LIMIT", "20GiB")
+    assert main(["--fixture", directory]) == 1
+    assert "GPURT_MEMORY_LIMIT is set here and does nothing" in caplog.text
+
+
+def test_a_recorded_variable_that_is_wrong_is_an_error_as_on_its_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = shutil.copytree(FIXTURES / "nvidia-h100", tmp_path / "there")
+    (directory / "environ.json").write_text('{"GPURT_MEMORY_LIMIT": "lots"}')
+    assert main(["--fixture", str(directory)]) == 2
+    assert "'lots'" in capsys.readouterr().err
 
 
 def test_one_backend_of_a_recording(capsys: pytest.CaptureFixture[str]) -> None:

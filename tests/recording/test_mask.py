@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -88,14 +89,48 @@ def test_what_a_report_is_about_stays() -> None:
         "flag": True,
         "nothing": None,
         "root": "/root/gpurt",
+        "group": "0::/",
+        "groups": "12:pids:/docker\n0::/kubepods/pod1\n",
+        "time of day": "12:30:45",
+        "symbol": "abc::def(int)",
+        "windows driver": {"driver_version": "31.0.101.5"},
     }
     assert masked(document, users=["root"]) == document
+
+
+def test_a_home_is_replaced_wherever_it_is_and_whoever_lives_there() -> None:
+    document = {"path": "/root/.local/state/r.json", "list": "/usr/lib:/root/lib", "other": "/rooted /srv/root"}
+    after = masked(document, users=["root"], homes=[PurePosixPath("/root")])
+    assert after == {
+        "path": "/home/user-1/.local/state/r.json",
+        "list": "/usr/lib:/home/user-1/lib",
+        "other": "/rooted /srv/root",
+    }
+    assert masked("/data/alice/x of alice", homes=[PurePosixPath("/data/alice")]) == "/home/user-1/x of user-1"
+    assert masked("/proc/x", homes=[PurePosixPath("/")]) == "/proc/x"
+
+
+@pytest.mark.parametrize("text", ["fe80::1:2", "[2a00:1450:4001:831::200e]:7447", "10.1.2.3:7447", "fe80::1/64"])
+def test_addresses_are_whole_and_real(text: str) -> None:
+    after = masked(f"peer {text} left")
+    assert after != f"peer {text} left"
+    assert "2001:db8::" in after or "192.0.2." in after
+
+
+def test_what_stands_for_no_serial_number_is_none() -> None:
+    for serial in ("0", "000000000", "N/A", "Unknown"):
+        document = {"serial": serial, "message": f"{serial} of 0 rows, N/A", "count": 0}
+        assert masked(document) == document
+    document = {"serial": "1654622000123", "bytes": 1654622000123}
+    assert masked(document)["bytes"] == 1654622000123, "a size is no serial number"
 
 
 def test_names_are_words_and_keys_stay() -> None:
     """A host may be called as a word of our own."""
     after = masked({"gpu": {"kind": "gpu", "name": "gpurt on gpu"}}, hosts=["gpu"])
-    assert after == {"gpu": {"kind": "host-1", "name": "gpurt on host-1"}}
+    assert after == {"gpu": {"kind": "gpu", "name": "gpurt on gpu"}}
+    environ = {"GPURT_BACKEND": "eiger", "CUDA_VISIBLE_DEVICES": "eiger", "CUDA_HOME": "/opt/eiger", "vendor": "eiger"}
+    assert masked(environ, hosts=["eiger"]) == environ | {"CUDA_HOME": "/opt/host-1"}
 
 
 def test_what_is_known_in_one_place_is_hidden_in_all() -> None:

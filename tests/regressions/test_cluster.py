@@ -206,11 +206,11 @@ async def test_a_close_ends_a_start_that_waits_and_says_why(endpoint: str, caplo
     node = ZenohEngine(cluster="test", endpoint=endpoint)
     with caplog.at_level(logging.WARNING):
         starting = asyncio.create_task(node.start())
-        await until(lambda: "waiting for a hub" in caplog.text, "the word that there is no hub")
+        await until(lambda: "waiting for a master" in caplog.text, "the word that there is no master")
         await node.close()
     with pytest.raises(BusClosed):
         await starting
-    assert caplog.text.count("waiting for a hub") == 1
+    assert caplog.text.count("waiting for a master") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpurt.errors import DeviceLost
+from gpurt.errors import DeviceLost, DeviceNotFound
 from gpurt.health import HealthMonitor, HealthPolicy, Transition
-from gpurt.telemetry import Alert, AlertRule, GPUMonitoringService
+from gpurt.telemetry import Alert, AlertRule, GPUMonitoringService, Thresholds
 from gpurt.telemetry.history import window_stats
 from gpurt.types import DeviceState
 from tests.telemetry.openmetrics import parse
@@ -186,3 +186,51 @@ async def test_devices_come_and_go() -> None:
     service.remove("gpu:1")
     assert service.collector.device_ids == ()
     assert not service.usable("gpu:1")
+
+
+async def test_a_device_that_is_not_watched_is_not_found() -> None:
+    rig = Rig()
+    for ask in (
+        lambda: rig.service.usable("zzz"),
+        lambda: rig.service.stats("zzz", "temperature_c", 60),
+        lambda: rig.service.collector.latest("zzz"),
+    ):
+        with pytest.raises(DeviceNotFound, match="zzz"):
+            ask()
+    assert rig.service.usable("gpu:0")
+
+
+async def test_an_alert_about_what_is_not_known_has_no_sample() -> None:
+    rig = Rig(Device(), Device(), Device(), rules=[HOT, FULL])
+    assert "gpurt_alert_active" not in parse(rig.service.metrics_text())
+    assert "gpurt_device_state" not in parse(rig.service.metrics_text())
+    rig.devices[0].values["temperature_c"] = None
+    rig.devices[2].values["temperature_c"] = 90
+    await rig.poll()
+
+    def alerts() -> dict[tuple[str, str], float]:
+        samples = parse(rig.service.metrics_text())["gpurt_alert_active"].samples
+        told = {(dict(labels)["device"], dict(labels)["alert"]): value for labels, value in samples.items()}
+        return dict(sorted(told.items()))
+
+    full = {("gpu:0", "full"): 0, ("gpu:1", "full"): 0, ("gpu:2", "full"): 0}
+    assert alerts() == {**full, ("gpu:1", "hot"): 0, ("gpu:2", "hot"): 1}
+    await rig.poll(temperature_c=None)
+    assert alerts() == {**full, ("gpu:2", "hot"): 1}, "one that has begun is not over because its value is gone"
+    rig.clock.now += 31
+    assert alerts() == {("gpu:2", "hot"): 1}, "values that are too old say nothing"
+
+
+@pytest.mark.parametrize("bound", [float("nan"), float("inf"), "80", True])
+def test_bounds_that_nothing_reaches_are_refused(bound: Any) -> None:
+    for make in (
+        lambda: AlertRule("x", "temperature_c", above=bound),
+        lambda: AlertRule("x", "temperature_c", below=bound),
+        lambda: AlertRule("x", "temperature_c", above=80, margin=bound),
+        lambda: HealthPolicy(thermal_threshold_c=bound),
+        lambda: HealthPolicy(xid_hold_s=bound),
+        lambda: GPUMonitoringService({}, thermal_threshold=bound),
+        lambda: Thresholds(temperature_c=bound),
+    ):
+        with pytest.raises(ValueError, match="finite number"):
+            make()

@@ -10,7 +10,7 @@ import pytest
 from gpurt.errors import DeviceNotFound, Unsupported
 from gpurt.visibility.candidates import Candidate, candidate_of
 from gpurt.visibility.children import env_for
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 from gpurt.visibility.variables import VARIABLES
 from tests.discovery.records import UUIDS, device
 from tests.visibility.hosts import H100, A, B, amd, intel, mig, nvidia

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpurt.visibility.candidates import Candidate
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 from tests.visibility.hosts import H100, MIG, A, B, mig, nvidia
 
 CVD = "CUDA_VISIBLE_DEVICES"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpurt.errors import DeviceNotFound, Unsupported
 from gpurt.visibility.candidates import Candidate
 from gpurt.visibility.children import env_for
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 from gpurt.visibility.variables import VARIABLES
 from tests.visibility.hosts import H100, A, B, amd, intel, mig, nvidia
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpurt.visibility.candidates import Candidate
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 
 A, B = "GPU-1a1a1a1a-0000-1111-2222-333333333333", "GPU-2b2b2b2b-0000-1111-2222-444444444444"
 

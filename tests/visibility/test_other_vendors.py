@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpurt.visibility.candidates import Candidate
-from gpurt.visibility.resolve import resolve
+from gpurt.visibility.resolver import resolve
 from tests.visibility.hosts import A, B, amd, intel, nvidia
 
 CVD, ROCR, HIP = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"

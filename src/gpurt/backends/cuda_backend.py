@@ -15,6 +15,7 @@ from gpurt.backends.cupy_runtime import CUDA_INSTALL_HINT
 from gpurt.backends.tuning_file import TuningFile
 from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.identity import device_identity, normalize_pci_address, normalize_uuid
+from gpurt.printable import quoted
 from gpurt.shell import DriverBackend
 from gpurt.sources import nvml
 from gpurt.sources.host import host_fingerprint
@@ -278,7 +279,7 @@ class CUDADriver(CuPyDriver):
         """What it means that CUDA counts no device."""
         mask = (os.environ if self._environ is None else self._environ).get("CUDA_VISIBLE_DEVICES")
         if mask is not None and (records or trouble):
-            text = f"CUDA_VISIBLE_DEVICES={mask!r} leaves no device" + (f" of {len(records)}" if records else "")
+            text = f"CUDA_VISIBLE_DEVICES={quoted(mask)} leaves no device" + (f" of {len(records)}" if records else "")
             hint = "unset CUDA_VISIBLE_DEVICES, or name devices that exist"
             return self._unavailable(text, ReasonCode.HIDDEN_BY_ENVIRONMENT, _NO_DEVICE, hint)
         return self._unavailable("CUDA works and finds no device", ReasonCode.NO_DEVICE, _NO_DEVICE, None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from gpurt.discovery.report import size_text
+from gpurt.printable import MAX_LINE, printable
 from gpurt.types import GPUDevice
 
 if TYPE_CHECKING:
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from gpurt.cluster.changes import Change
-    from gpurt.cluster.records import ClusterSnapshot, DeviceRecord
+    from gpurt.cluster.readings import DeviceReadings
+    from gpurt.cluster.records import ClusterSnapshot, DeviceRecord, NodeRecord
 
 _STYLES: Final = {
     "healthy": "green",
@@ -27,10 +30,21 @@ _STYLES: Final = {
 }
 
 
-def cluster_table(snapshot: ClusterSnapshot, *, max_rows: int | None = None, compact: bool = False) -> Table:
+ReadingsOf = Callable[[str], "Mapping[str, DeviceReadings]"]
+"""What the devices of a node measure, by device key."""
+
+
+def cluster_table(
+    snapshot: ClusterSnapshot,
+    *,
+    readings: ReadingsOf | None = None,
+    max_rows: int | None = None,
+    compact: bool = False,
+) -> Table:
     """Nodes in order of name, each with its devices in its own order of preference.
 
     Args:
+        readings: adds a column with what each device measures; not with ``compact``.
         max_rows: stop there and say how many nodes follow: a table of 1,600 rows takes more than a second to draw.
         compact: for 80 columns and few lines: one row for all devices of a node that look alike, and no ids.
     """
@@ -43,7 +57,8 @@ def cluster_table(snapshot: ClusterSnapshot, *, max_rows: int | None = None, com
             # Where there is too little room, the name alone gives way.
             table.add_column(heading, overflow="ellipsis", no_wrap=heading != "name")
     else:
-        for heading in ("node", "state", "device", "name", "memory usable / total", "health", "identity"):
+        headings = ("node", "state", "device", "name", "memory usable / total", "health", "identity")
+        for heading in headings if readings is None else (*headings, "measured"):
             table.add_column(heading, overflow="fold")
     names = sorted(snapshot.nodes)
     for position, name in enumerate(names):
@@ -58,11 +73,18 @@ def cluster_table(snapshot: ClusterSnapshot, *, max_rows: int | None = None, com
         if not node.devices:
             rows = [("no device",) if compact else ("-", "no device")]
         else:
-            rows = _alike(node.devices.values()) if compact else map(_device_row, node.devices.values())
+            rows = _alike(node.devices.values()) if compact else _device_rows(node, readings)
         for row in islice(rows, room):
             table.add_row(*first, *row)
             first = (Text(""), Text(""))
     return table
+
+
+def _device_rows(node: NodeRecord, readings: ReadingsOf | None) -> Iterator[tuple[Text | str, ...]]:
+    told = None if readings is None else readings(node.node)
+    for key, record in node.devices.items():
+        row = _device_row(record)
+        yield row if told is None else (*row, measured(told.get(key)))
 
 
 def _device_row(record: DeviceRecord) -> tuple[Text | str, ...]:
@@ -103,12 +125,24 @@ def change_line(change: Change, snapshot: ClusterSnapshot) -> str:
         words.append(f"({change.missed} changes were missed)")
     if change.message:
         words.append(change.message)
-    return printable(" ".join(words))
+    return printable(" ".join(words), MAX_LINE)
 
 
-def printable(text: str) -> str:
-    """What a node says of itself, without what would move a terminal's cursor, begin a line or break the encoding."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+def measured(told: DeviceReadings | None) -> str:
+    """``utilisation, temperature, memory used, power, age``; ``?`` for what is not known."""
+    if told is None:
+        return "-"
+    used = f"{size(told.memory_used_bytes)} used"
+    figures = (_figure(told.utilization_percent, "%"), _figure(told.temperature_c, "°C"), used)
+    words = [*figures, _figure(told.power_w, "W"), f"{_figure(told.age_s, 's')} ago"]
+    if told.contact != "healthy":
+        words.insert(0, printable(told.contact))
+    return ", ".join(words)
+
+
+def _figure(value: float | None, unit: str) -> str:
+    # A node may claim anything, and a picture has no room for a number of 300 digits.
+    return f"? {unit}" if value is None or not abs(value) < 1e6 else f"{value:.0f} {unit}"
 
 
 def memory(device: GPUDevice) -> str:
@@ -118,4 +152,4 @@ def memory(device: GPUDevice) -> str:
 
 def size(nbytes: int | None) -> str:
     # A node may claim more bytes than a float can hold.
-    return "?" if nbytes is None or nbytes.bit_length() > 64 else f"{nbytes / (1 << 30):.1f} GiB"
+    return "?" if nbytes is None or nbytes.bit_length() > 64 else size_text(nbytes)

@@ -1,23 +1,37 @@
 """``python -m gpurt.discover`` and ``gpurt discover``: which accelerators are here, and why one is missing.
 
 Exit code: 0 with a usable accelerator, 1 with the CPU only, 2 for an error or when nothing is usable; with ``--doctor``
-and ``--record`` 0 when the file or directory is written. With ``--json`` stdout has one JSON document and nothing else
-(with ``--watch`` one a line, whenever something has changed).
+and ``--record`` 0 when the file or directory is written; 1 for a recording that has no answer of some drivers: nothing
+failed, and nothing is known to be usable. 143 after SIGTERM, 129 after SIGHUP; ``--watch`` ends with 0 after Ctrl-C,
+everything else with 130. With ``--json`` stdout has one JSON document and nothing else (with ``--watch`` one a line,
+whenever something has changed).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import logging
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpurt.cli.discover_checks import (
+    check_registry,
+    check_variables_beside_a_recording,
+    warn_of_unknown_choice,
+    warn_of_unknown_variables,
+)
+from gpurt.cli.logs import log_to_stderr
 from gpurt.cli.running import run_command
+from gpurt.cli.signals import interrupted_by_signals
 from gpurt.errors import GPUError
+from gpurt.printable import MAX_LINE, printable, quoted
 
 if TYPE_CHECKING:
     from gpurt.cli.discovered import Output
@@ -70,9 +84,12 @@ def run(args: argparse.Namespace, early: EarlyProbe | None = None) -> int:
     """
     if args.mask and args.doctor is None and args.record is None:
         raise GPUError("--mask is for --doctor and --record", hint="add one of them")
+    if args.explain and args.watch is not None and not args.json and sys.stdout.isatty():
+        raise GPUError("a live table has no room for --explain", hint="leave out --watch, or add --json")
+    warn_of_unknown_variables()
     if args.fixture is not None:
         return _replay(args)
-    _warn_of_unknown_choice()
+    warn_of_unknown_choice()
     if args.record is not None:
         return _record(args)
     if args.doctor is not None:
@@ -93,52 +110,46 @@ def main(argv: Sequence[str] | None = None, *, early: EarlyProbe | None = None) 
 
     ``early`` is a probe that was started already.
     """
-    parser = argparse.ArgumentParser(prog="python -m gpurt.discover", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gpurt.discover", description="Which accelerators are here, and why one is missing."
+    )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.WARNING)
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  (closed by whoever started us)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for the process's life)
+    ended_by: list[int] = []
     try:
-        code = run(args, early)
+        with interrupted_by_signals(ended_by):
+            code = run(args, early)
         sys.stdout.flush()
     except GPUError as exc:
-        sys.stderr.write(f"{parser.prog}: {exc}\n")
+        sys.stderr.write(f"{parser.prog}: {_one_line(exc)}\n")
         return EXIT_ERROR
     except KeyboardInterrupt:
-        return 130
+        return 128 + (ended_by[0] if ended_by else signal.SIGINT)
     except BrokenPipeError:
         # Who reads our output has seen enough.
         _give_up_stdout()
-        return 141
+        return 128 + ended_by[0] if ended_by else 141
     except OSError as exc:
         _give_up_stdout()
-        sys.stderr.write(f"{parser.prog}: {exc}\n")
+        if ended_by and exc.errno == errno.EIO:  # the terminal that has hung up takes no farewell
+            return 128 + ended_by[0]
+        sys.stderr.write(f"{parser.prog}: {_one_line(exc)}\n")
         return EXIT_ERROR
-    return code
+    # A watch takes an interruption for its ordinary end; a signal is none.
+    return 128 + ended_by[0] if ended_by else code
+
+
+def _one_line(exc: Exception) -> str:
+    return printable(" ".join(str(exc).split()), MAX_LINE)
 
 
 def _give_up_stdout() -> None:
     """Without this the interpreter would flush once more at exit, and fail with a traceback."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _warn_of_unknown_choice() -> None:
-    """Discovery asks every backend whatever GPURT_BACKEND says; what comes after it would fail."""
-    from gpurt.settings import SelectionSettings
-
-    settings = SelectionSettings.from_environ(os.environ)
-    if settings.backend is None:
-        return
-    from gpurt.plugins import known_names  # half of a quick answer is imports: only where it is needed
-
-    known = known_names()
-    if settings.backend not in known:
-        logging.getLogger("gpurt.discovery").warning(
-            "%s names no backend, so create_backend() will fail; choose one of %s",
-            settings.backend_source,
-            ", ".join(known),
-        )
+    with contextlib.suppress(OSError):  # a stdout that is no file has nothing to flush into
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDiscoveryService:
@@ -151,10 +162,10 @@ def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDisco
         known = known_names()
         for name in args.backend:
             if canonical_name(name) not in known:
-                raise GPUError(f"there is no backend named {name!r}", hint=f"choose one of {', '.join(known)}")
+                raise GPUError(f"there is no backend named {quoted(name)}", hint=f"choose one of {', '.join(known)}")
         backends = args.backend
     if args.registry is not None:
-        _check_registry(args.registry)
+        check_registry(args.registry)
     return GPUDiscoveryService(
         registry_path=args.registry,
         backends=backends,
@@ -162,23 +173,6 @@ def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDisco
         interval=args.watch or 10.0,
         prober=prober,
     )
-
-
-def _check_registry(text: str) -> None:
-    """Refuse what can never be a file. A directory that does not exist yet is made, but none above it."""
-    if not text.strip() or "\0" in text:
-        raise GPUError(f"--registry {text!r} is not a path", hint="name a file")
-    path = Path(text)
-    if path.is_dir():
-        raise GPUError(f"--registry {text} is a directory", hint=f"name a file, e.g. {path / 'registry.json'}")
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    if not existing.is_dir():
-        raise GPUError(f"--registry {text}: {existing} is not a directory", hint="name a file in a directory")
-    directory = path.absolute().parent
-    if not directory.parent.is_dir():
-        raise GPUError(
-            f"--registry {text}: the directory {directory.parent} does not exist", hint=f"mkdir -p {directory}"
-        )
 
 
 async def _once(args: argparse.Namespace, early: EarlyProbe | None) -> DiscoveryResult:
@@ -207,7 +201,7 @@ def _output(args: argparse.Namespace, recording: Recording | None = None) -> Out
 def _say_what_is_seen(preview: DiscoveryResult) -> None:
     """To somebody who waits while drivers are opened for the first time."""
     if preview.discovery_status == "preview":
-        names = ", ".join(device.name for device in preview.devices)
+        names = printable(", ".join(device.name for device in preview.devices))
         sys.stderr.write(f"seen: {names}; asking the drivers …\n")
 
 
@@ -253,7 +247,7 @@ async def _watch(service: GPUDiscoveryService, args: argparse.Namespace, out: Ou
         console = out.show(await service.discover_all_devices(verify=args.verify))
         async for event in service.subscribe():
             if event.type is not EventType.SNAPSHOT:
-                console.print(describe(event), soft_wrap=True)
+                console.print(printable(describe(event), MAX_LINE), soft_wrap=True)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -274,7 +268,7 @@ def _doctor(args: argparse.Namespace) -> int:
         _output(args).write({"doctor": str(path), "masked": args.mask})
     else:
         names = "replaced by pseudonyms" if args.mask else "in it as they are; --mask replaces them"
-        sys.stdout.write(f"{path} is written. Names, serial numbers and UUIDs are {names}.\n")
+        sys.stdout.write(f"{printable(str(path), MAX_LINE)} is written. Names, serial numbers and UUIDs are {names}.\n")
     return EXIT_ACCELERATOR
 
 
@@ -290,10 +284,11 @@ def _record(args: argparse.Namespace) -> int:
         out.write({"record": str(done.directory), "files": done.files, "left_out": dict(done.left_out)})
         return EXIT_ACCELERATOR
     out.show(done.result)
-    sys.stdout.write(f"Recorded in {done.directory}: {done.files} files, and the answers of the libraries.\n")
+    place = printable(str(done.directory), MAX_LINE)
+    sys.stdout.write(f"Recorded in {place}: {done.files} files, and the answers of the libraries.\n")
     for name, why in done.left_out.items():
-        sys.stdout.write(f"  not copied: {name}: {why}\n")
-    sys.stdout.write(f"Look at it anywhere: python -m gpurt.discover --fixture {done.directory}\n")
+        sys.stdout.write(f"  not copied: {printable(name)}: {why}\n")
+    sys.stdout.write(f"Look at it anywhere: python -m gpurt.discover --fixture {place}\n")
     return EXIT_ACCELERATOR
 
 
@@ -303,6 +298,7 @@ def _replay(args: argparse.Namespace) -> int:
     for option in ("verify", "registry", "timeout"):
         if getattr(args, option):
             raise GPUError(f"--fixture opens no driver and no registry: --{option} means nothing", hint="leave it out")
+    check_variables_beside_a_recording()
     recording = Recording(Path(args.fixture))
     result = run_command(recording.discover(args.backend))
     _output(args, recording).tell(result)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpurt.printable import MAX_LINE, printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -50,7 +52,8 @@ class Output:
         console = make_console()
         recorded = self._recording is not None
         if self._recording is not None:
-            console.print(Text(f"recorded: {self._recording.label}; nothing here is of this machine"), soft_wrap=True)
+            told = printable(f"recorded: {self._recording.label}; nothing here is of this machine", MAX_LINE)
+            console.print(Text(told), soft_wrap=True)
         for part in render(result, reasons=not self._explain, recorded=recorded):
             # Sentences are left to the terminal to wrap, so that a command can be copied in one piece.
             console.print(part, soft_wrap=isinstance(part, Text))

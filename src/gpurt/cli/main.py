@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import contextlib
 import errno
 import io
 import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Final
 
+from gpurt.cli.logs import log_to_stderr
+from gpurt.cli.signals import interrupted_by_signals
 from gpurt.errors import GPUError
+from gpurt.printable import MAX_LINE, printable
 
 COMMANDS: Final = {
     "discover": ("gpurt.cli.discover_command", "list the accelerators of this machine, and say why one is missing"),
@@ -56,32 +57,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = module.run
     args = parser.parse_args(arguments)
     verbosity: int = args.verbose
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)],
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
     assert run is not None, "argparse let a command pass that is not in COMMANDS"
     ended_by: list[int] = []
     try:
-        with _interrupted_by_signals(ended_by):
+        with interrupted_by_signals(ended_by):
             code = run(args)
         sys.stdout.flush()
     except GPUError as exc:
-        sys.stderr.write(f"gpurt {chosen}: {' '.join(str(exc).split())}\n")
+        sys.stderr.write(f"gpurt {chosen}: {printable(' '.join(str(exc).split()), MAX_LINE)}\n")
         return 2
     except KeyboardInterrupt:
         return 128 + (ended_by[0] if ended_by else signal.SIGINT)
     except BrokenPipeError:
         _give_up_stdout()
-        return 141
+        return 128 + ended_by[0] if ended_by else 141
     except OSError as exc:
+        if ended_by and exc.errno == errno.EIO:  # the terminal that has hung up takes no farewell
+            _give_up_stdout()
+            return 128 + ended_by[0]
         if exc.errno != errno.ENOSPC:
             raise
         _give_up_stdout()
         sys.stderr.write(f"gpurt {chosen}: {exc}\n")
         return 2
-    return code
+    # A command that takes an interruption for its ordinary end has not ended by itself.
+    return 128 + ended_by[0] if ended_by else code
 
 
 def _open_streams() -> None:
@@ -111,40 +112,6 @@ def _spell_out(error: UnicodeError) -> tuple[str | bytes, int]:
 def _give_up_stdout() -> None:
     # The interpreter flushes stdout once more at exit, which would fail again with a traceback.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def _interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
-    """SIGTERM, which service managers and containers send, and SIGHUP, which a closed terminal does, end a command
-    as Ctrl-C does: a worker says goodbye, the demo clears up. Those that the parent has us ignore stay ignored."""
-
-    def handler(number: int, frame: object) -> None:
-        ended_by.append(number)
-        # asyncio's own handler for Ctrl-C cancels the main task; a background job has none, because its shell
-        # ignores the key for it.
-        if callable(signal.getsignal(signal.SIGINT)):
-            signal.raise_signal(signal.SIGINT)
-        elif "asyncio" not in sys.modules or not _interrupt_loop():
-            raise KeyboardInterrupt
-
-    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # embedded: signals are the host's business
-    before = {number: signal.getsignal(number) for number in numbers}
-    ours = [number for number in numbers if before[number] is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _interrupt_loop() -> bool:
-    from gpurt.cli.running import interrupt
-
-    return interrupt()
 
 
 class _Version(argparse.Action):

@@ -7,15 +7,21 @@ import asyncio
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.cli.running import run_command
 
 REDRAW_S: Final = 0.1
 """At least between two pictures: a cluster of 200 nodes brings 1,800 changes at once."""
+READINGS_S: Final = 1.0
+"""At least between two lines of readings of one node, and at most between two pictures."""
 
 if TYPE_CHECKING:
+    from gpurt.cluster.changes import Change, Changes
     from gpurt.cluster.master import Master, MasterConfig
+    from gpurt.cluster.readings import DeviceReadings
+    from gpurt.cluster.records import ClusterSnapshot
     from gpurt.cluster.view import MasterView
 
 
@@ -26,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen", metavar="ENDPOINT", default=DEFAULT_ENDPOINT, help="where workers connect (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="every change as a JSON line on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="every change as a JSON line on stdout, and what devices measure, at most once a second per node",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,18 +51,25 @@ async def _serve(config: MasterConfig, *, as_json: bool) -> None:
     from gpurt.cluster.view import MasterView
 
     view = MasterView()
+    listening: asyncio.Future[Master] = asyncio.get_running_loop().create_future()
 
     def ready(master: Master) -> None:
+        listening.set_result(master)
         sys.stderr.write(f"cluster {config.cluster}: listening at {config.endpoint}; Ctrl-C ends it\n")
 
-    master = asyncio.create_task(run_master(config, view, on_ready=ready), name="gpurt-master")
-    show = asyncio.create_task(_lines(view, as_json=as_json) if as_json or not sys.stdout.isatty() else _live(view))
+    tasks = [asyncio.create_task(run_master(config, view, on_ready=ready), name="gpurt-master")]
+    if as_json or not sys.stdout.isatty():
+        tasks.append(asyncio.create_task(_lines(view, as_json=as_json)))
+        if as_json:
+            tasks.append(asyncio.create_task(_readings(listening)))
+    else:
+        tasks.append(asyncio.create_task(_live(view, lambda node: _told(listening, node))))
     try:
-        done, _ = await asyncio.wait({master, show}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in (master, show):
+        for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -64,26 +81,63 @@ async def _lines(view: MasterView, *, as_json: bool) -> None:
     async for change in view.changes():
         snapshot = view.snapshot()
         if as_json:
-            record = snapshot.nodes.get(change.node or "")
-            device = record.devices.get(change.device or "") if record else None
-            line = json.dumps(
-                {
-                    "change": change.kind,
-                    "node": change.node,
-                    "node_state": record.state if record else None,
-                    "device": change.device,
-                    "record": device.device.model_dump(mode="json") if device else None,
-                    "message": change.message,
-                },
-                allow_nan=False,
-            )
+            _write(json.dumps(change_document(change, snapshot), allow_nan=False))
         else:
-            line = change_line(change, snapshot)
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+            _write(change_line(change, snapshot))
 
 
-async def _live(view: MasterView) -> None:
+def change_document(change: Change, snapshot: ClusterSnapshot) -> dict[str, Any]:
+    """One change as plain JSON values; one of a whole node brings the node's summary."""
+    from gpurt.cluster.state import NodeFields
+
+    record = snapshot.nodes.get(change.node or "")
+    device = record.devices.get(change.device or "") if record else None
+    document: dict[str, Any] = {
+        "change": change.kind,
+        "node": change.node,
+        "node_state": record.state if record else None,
+        "device": change.device,
+        "record": device.device.model_dump(mode="json") if device else None,
+        "message": change.message,
+    }
+    if change.missed:
+        document["missed"] = change.missed
+    if record is not None and change.device is None:
+        document["summary"] = {name: getattr(record, name) for name in NodeFields.model_fields}
+    return document
+
+
+async def _readings(listening: asyncio.Future[Master]) -> None:
+    """A line for each node whose devices measure something else than before, every second at most."""
+    # Shielded: who waits for the master does not decide whether it comes.
+    master = await asyncio.shield(listening)
+    async for node in master.board.changes(READINGS_S):
+        record = master.observer.view.node(node)
+        told = master.readings(node)
+        if record is not None and told:
+            document = {
+                "change": "readings",
+                "node": node,
+                "node_state": record.state,
+                "readings": {key: _document(each) for key, each in told.items()},
+            }
+            _write(json.dumps(document, allow_nan=False))
+
+
+def _document(readings: DeviceReadings) -> dict[str, Any]:
+    return readings.model_dump(mode="json", exclude={"device"}) | {"age_s": round(readings.age_s, 3)}
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _told(listening: asyncio.Future[Master], node: str) -> Mapping[str, DeviceReadings]:
+    return listening.result().readings(node) if listening.done() else {}
+
+
+async def _live(view: MasterView, readings: Callable[[str], Mapping[str, DeviceReadings]]) -> None:
     from rich.live import Live
 
     from gpurt.cli.cluster_table import cluster_table
@@ -91,6 +145,22 @@ async def _live(view: MasterView) -> None:
     # Room for one change: that something has changed is all that a picture of the whole needs.
     changes = view.changes(limit=1)
     with Live(cluster_table(view.snapshot()), auto_refresh=False) as live:
-        async for _ in changes:
-            live.update(cluster_table(view.snapshot(), max_rows=live.console.height), refresh=True)
-            await asyncio.sleep(REDRAW_S)
+        changed: asyncio.Task[object] | None = None
+        try:
+            while True:
+                picture = cluster_table(view.snapshot(), readings=readings, max_rows=live.console.height)
+                live.update(picture, refresh=True)
+                await asyncio.sleep(REDRAW_S)
+                changed = changed or asyncio.create_task(_next(changes))
+                # Readings grow old also where nobody says anything.
+                await asyncio.wait({changed}, timeout=READINGS_S)
+                if changed.done():
+                    changed.result()
+                    changed = None
+        finally:
+            if changed is not None:
+                changed.cancel()
+
+
+async def _next(changes: Changes) -> Change:
+    return await anext(changes)

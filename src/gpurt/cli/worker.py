@@ -110,6 +110,9 @@ class _Session:
         # Only what a probe found to work is opened in this process: a driver that crashes has done so elsewhere.
         working = [report.name for report in snapshot.reports if report.status == "ok"]
         async with await create_backend(candidates=working or None) as backend:
+            if worker.monitoring is not None:
+                # Its library tells more than the system does: of some devices it alone tells anything.
+                worker.monitoring.use(backend)
             await self._serve(backend)
             await asyncio.Event().wait()
 

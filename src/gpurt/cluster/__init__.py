@@ -13,12 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpurt.cluster.board import ReadingsBoard
     from gpurt.cluster.changes import Change, ChangeKind
     from gpurt.cluster.epoch import Epoch
     from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
-    from gpurt.cluster.master import MasterConfig, run_master
+    from gpurt.cluster.master import Master, MasterConfig, run_master
     from gpurt.cluster.observer import ClusterObserver
     from gpurt.cluster.publisher import NodePublisher
+    from gpurt.cluster.readings import DeviceReadings
     from gpurt.cluster.state import HostInfo, this_host
     from gpurt.cluster.view import MasterView
     from gpurt.cluster.worker import WorkerConfig, run_worker
@@ -28,13 +30,16 @@ __all__ = [
     "Change",
     "ChangeKind",
     "ClusterObserver",
+    "DeviceReadings",
     "Epoch",
     "HostInfo",
     "InProcessBus",
     "InProcessEngine",
+    "Master",
     "MasterConfig",
     "MasterView",
     "NodePublisher",
+    "ReadingsBoard",
     "WorkerConfig",
     "ZenohEngine",
     "run_master",
@@ -43,12 +48,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "board": ("ReadingsBoard",),
     "changes": ("Change", "ChangeKind"),
     "epoch": ("Epoch",),
     "inprocess": ("InProcessBus", "InProcessEngine"),
-    "master": ("MasterConfig", "run_master"),
+    "master": ("Master", "MasterConfig", "run_master"),
     "observer": ("ClusterObserver",),
     "publisher": ("NodePublisher",),
+    "readings": ("DeviceReadings",),
     "state": ("HostInfo", "this_host"),
     "view": ("MasterView",),
     "worker": ("WorkerConfig", "run_worker"),

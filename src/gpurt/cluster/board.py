@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from gpurt.cluster.bus import EventEngine
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.readings import DeviceReadings, decode_readings
+from gpurt.cluster.view import MAX_DEVICES, MAX_NODES
 
 _log = logging.getLogger("gpurt.cluster.observer")
 
 
 class ReadingsBoard:
-    """Hears readings within ``async with``. Bounded by the devices that there are: forget nodes that are gone.
+    """Hears readings within ``async with``: those of :data:`MAX_NODES` nodes at most, the ones heard last.
 
     Args:
         engine: started.
@@ -29,6 +33,7 @@ class ReadingsBoard:
         self._heard: dict[str, dict[str, tuple[float, DeviceReadings]]] = {}
         self._epochs: dict[str, str] = {}
         self._stop: Callable[[], Awaitable[None]] | None = None
+        self._feeds: weakref.WeakSet[ReadingsFeed] = weakref.WeakSet()
         self.refused = 0
         """Messages that were no readings."""
 
@@ -51,6 +56,15 @@ class ReadingsBoard:
             for key, (at, readings) in self._heard.get(node, {}).items()
         }
 
+    def changes(self, min_interval_s: float = 1.0) -> ReadingsFeed:
+        """Names of nodes whose values are others than before, from this call on, for one consumer of this loop: of each
+        node at most every ``min_interval_s`` seconds, and the newest then. What was told already is the first news."""
+        feed = ReadingsFeed(self._values, self._clock, min_interval_s)
+        for node in self._heard:
+            feed.heard(node)
+        self._feeds.add(feed)
+        return feed
+
     def forget(self, node: str) -> None:
         """A node that is gone."""
         self._heard.pop(node, None)
@@ -67,4 +81,71 @@ class ReadingsBoard:
             self.forget(node)  # another run of the node: what an earlier one told is over
             self._epochs[node] = told.epoch
         now = self._clock()
-        self._heard.setdefault(node, {}).update({each.device: (now, each) for each in told.devices})
+        heard = self._heard.pop(node, {})  # to the end: the first is the one that has been silent for longest
+        for each in told.devices:
+            if each.device in heard or len(heard) < MAX_DEVICES:
+                heard[each.device] = (now, each)
+        self._heard[node] = heard
+        if len(self._heard) > MAX_NODES:
+            self.forget(next(iter(self._heard)))
+        for feed in tuple(self._feeds):
+            feed.heard(node)
+
+    def _values(self, node: str) -> Mapping[str, DeviceReadings]:
+        """What a node has told, without ages."""
+        return {key: each.model_copy(update={"age_s": 0.0}) for key, (_, each) in self._heard.get(node, {}).items()}
+
+
+class ReadingsFeed:
+    """Names of nodes with new readings: ``async for node in board.changes()``. Never ends.
+
+    However slow its consumer is, it holds one entry for each node. A cancelled ``__anext__`` loses nothing.
+    """
+
+    def __init__(
+        self, values: Callable[[str], Mapping[str, DeviceReadings]], clock: Callable[[], float], min_interval_s: float
+    ) -> None:
+        if not min_interval_s >= 0:
+            raise ValueError(f"min_interval_s must not be negative: {min_interval_s!r}")
+        self._values, self._clock, self._min_interval_s = values, clock, min_interval_s
+        self._waiting: dict[str, None] = {}
+        self._told: dict[str, tuple[float, Mapping[str, DeviceReadings]]] = {}
+        self._wake: asyncio.Event | None = None
+
+    def heard(self, node: str) -> None:
+        """A node has told something."""
+        self._waiting[node] = None
+        if self._wake is not None:
+            self._wake.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
+        while True:
+            node, pause = self._next()
+            if node is not None:
+                return node
+            self._wake = asyncio.Event()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+
+    def _next(self) -> tuple[str | None, float | None]:
+        """A node to tell now, or the seconds until one may be told; None for as long as nobody says anything."""
+        now = self._clock()
+        pauses: list[float] = []
+        for node in tuple(self._waiting):
+            values = self._values(node)
+            at, before = self._told.get(node, (float("-inf"), {}))
+            if values == before:
+                del self._waiting[node]
+            elif (left := at + self._min_interval_s - now) > 0:
+                pauses.append(left)
+            else:
+                del self._waiting[node]
+                if values:
+                    self._told[node] = (now, values)
+                    return node, None
+                self._told.pop(node, None)  # forgotten meanwhile
+        return None, min(pauses, default=None)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpurt.cluster.board import ReadingsBoard
 from gpurt.cluster.bus import EventEngine
 from gpurt.cluster.keys import check_name
 from gpurt.cluster.observer import RESYNC_INTERVAL_S, ClusterObserver
+from gpurt.cluster.readings import DeviceReadings
+from gpurt.cluster.records import NodeState
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import DEFAULT_ENDPOINT
 from gpurt.cluster.zenoh_engine import ZenohEngine
@@ -39,6 +42,19 @@ class Master:
     config: MasterConfig
     engine: EventEngine
     observer: ClusterObserver
+    board: ReadingsBoard
+    """What nodes measure. ``board.changes()`` tells of whom there is something new."""
+
+    def readings(self, node: str) -> dict[str, DeviceReadings]:
+        """What the devices of a node told last, by device key, each with its age as of now.
+
+        Empty for a node that nobody knows, that has left, or that has told nothing; best effort, so a device may be
+        missing. Of a node that is suspect or lost they are what it told before, and as old as their age says.
+        """
+        record = self.observer.view.node(node)
+        if record is None or record.state is NodeState.LEFT:
+            return {}
+        return {key: each for key, each in self.board.readings(node).items() if key in record.devices}
 
 
 async def run_master(
@@ -48,10 +64,11 @@ async def run_master(
     on_ready: Callable[[Master], None] | None = None,
     engine: EventEngine | None = None,
 ) -> None:
-    """Keep ``view`` true until cancelled.
+    """Keep ``view`` true until cancelled, and hear what its nodes measure.
 
     Args:
-        on_ready: called once workers can connect and no event can be missed any more.
+        on_ready: called once workers can connect and no event can be missed any more, with the
+            :class:`Master`: ``master.readings(node)`` are the newest readings of a node's devices.
         engine: in place of a zenoh session at ``config.endpoint``. Started and closed here.
 
     Raises:
@@ -61,6 +78,7 @@ async def run_master(
     observer = ClusterObserver(engine, view, resync_interval_s=config.resync_interval_s)
     try:
         await engine.start()
-        await observer.run(lambda: on_ready(Master(config, engine, observer)) if on_ready else None)
+        async with ReadingsBoard(engine) as board:
+            await observer.run(lambda: on_ready(Master(config, engine, observer, board)) if on_ready else None)
     finally:
         await engine.close()

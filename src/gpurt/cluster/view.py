@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from gpurt.cluster.changes import BUFFER_CHANGES, Change, ChangeFeed, ChangeKind, Changes
 from gpurt.cluster.envelope import Envelope, EventKind, summary
 from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.news import back, joined, of_device, silent, summary_of, updated
 from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
 from gpurt.types import BackendReport, GPUDevice
@@ -125,11 +126,11 @@ class MasterView:
         )
         self._nodes[name] = record
         if old is None:
-            self._post(ChangeKind.NODE_JOINED, name)
+            self._post(ChangeKind.NODE_JOINED, name, message=joined(record))
         elif healthy and not same_state:
-            self._post(ChangeKind.NODE_BACK, name)
-        elif _summary(old) != _summary(record):
-            self._post(ChangeKind.NODE_UPDATED, name)
+            self._post(ChangeKind.NODE_BACK, name, message=back(old, record, self.clock()))
+        elif summary_of(old) != summary_of(record):
+            self._post(ChangeKind.NODE_UPDATED, name, message=updated(old, record))
         self._post_differences(name, old.devices if old else {}, record.devices)
         return True
 
@@ -168,7 +169,7 @@ class MasterView:
         if record is None or record.epoch != epoch or name not in self._up:
             return
         if record.state in (NodeState.SUSPECT, NodeState.LOST):
-            self._enter(record, NodeState.HEALTHY, ChangeKind.NODE_BACK)
+            self._enter(record, NodeState.HEALTHY, ChangeKind.NODE_BACK, back(record, record, self.clock()))
 
     def node_down(self, name: str, *, left: bool = False) -> None:
         """The node's token is gone; ``left``: it said that it would be."""
@@ -179,14 +180,14 @@ class MasterView:
         if left:
             self._leave(record)
         elif record.state is NodeState.HEALTHY:
-            self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT)
+            self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT, "its connection ended")
 
     def tick(self) -> None:
         """Give up the suspects whose grace is over."""
         now = self.clock()
         for record in tuple(self._nodes.values()):
             if record.state is NodeState.SUSPECT and record.state_since + self.grace_s <= now:
-                self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST)
+                self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, silent(record, now))
 
     def report_conflict(self, refused: NodeSnapshot) -> None:
         """``refused`` is of a live process that uses the name of another live one."""
@@ -209,7 +210,7 @@ class MasterView:
     def end_conflict(self, name: str) -> None:
         """Only one process uses the name any more."""
         if self._conflicts.pop(name, None) is not None:
-            self._post(ChangeKind.CONFLICT_OVER, name)
+            self._post(ChangeKind.CONFLICT_OVER, name, message="one process alone uses the name now")
 
     # Inside
 
@@ -244,6 +245,7 @@ class MasterView:
             raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
         devices = dict(record.devices)
         previous = devices.get(key)
+        why = _text(data.get("reason"))
         if kind is EventKind.DEVICE_REMOVED:
             devices.pop(key, None)
             change = ChangeKind.DEVICE_REMOVED if previous else None
@@ -254,9 +256,10 @@ class MasterView:
             device = GPUDevice.model_validate(data.get("device"))
             devices[key] = current = _available(device, healthy=record.state is NodeState.HEALTHY)
             change = None if current == previous else _device_change(previous, current)
+            why = why or (of_device(previous, current) if change is not None else None)
         self._store(_changed(record, devices=devices), fields)
         if change is not None:
-            self._post(change, record.node, key, message=_text(data.get("reason")))
+            self._post(change, record.node, key, message=why)
         return True
 
     def _store(self, record: NodeRecord, fields: NodeFields | None) -> None:
@@ -264,20 +267,20 @@ class MasterView:
         if fields is not None:
             record = _changed(record, **fields.model_dump())
         self._nodes[record.node] = record
-        if before is not None and _summary(before) != _summary(record):
-            self._post(ChangeKind.NODE_UPDATED, record.node)
+        if before is not None and summary_of(before) != summary_of(record):
+            self._post(ChangeKind.NODE_UPDATED, record.node, message=updated(before, record))
 
     def _leave(self, record: NodeRecord) -> None:
         """By its goodbye, or by the end of its token, or by both in either order."""
         self._left_at[record.node] = record.seq
         if record.state is not NodeState.LEFT:
-            self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT)
+            self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT, "it said goodbye")
 
-    def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind) -> None:
+    def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind, message: str) -> None:
         healthy = state is NodeState.HEALTHY
         devices = {key: _available(r.device, healthy=healthy) for key, r in record.devices.items()}
         self._nodes[record.node] = _changed(record, state=state, state_since=self.clock(), devices=devices)
-        self._post(kind, record.node)
+        self._post(kind, record.node, message=message)
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
         up = snapshot.node in self._up
@@ -298,7 +301,8 @@ class MasterView:
             return False
         del self._nodes[gone.node]
         self._left_at.pop(gone.node, None)
-        self._post(ChangeKind.NODE_FORGOTTEN, gone.node)
+        why = f"it was {gone.state} for longest, and there is room for {self._max_nodes} nodes"
+        self._post(ChangeKind.NODE_FORGOTTEN, gone.node, message=why)
         return True
 
     def _settle_conflict(self, snapshot: NodeSnapshot) -> None:
@@ -310,10 +314,10 @@ class MasterView:
         self, node: str, before: Mapping[str, DeviceRecord], after: Mapping[str, DeviceRecord]
     ) -> None:
         for key in before.keys() - after.keys():
-            self._post(ChangeKind.DEVICE_REMOVED, node, key)
+            self._post(ChangeKind.DEVICE_REMOVED, node, key, message="its node no longer lists it")
         for key, record in after.items():
-            if record != before.get(key):
-                self._post(_device_change(before.get(key), record), node, key)
+            if record != (old := before.get(key)):
+                self._post(_device_change(old, record), node, key, message=of_device(old, record))
 
     def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
         self._feed.post(Change(kind, node, device, message))
@@ -325,11 +329,6 @@ def _available(device: GPUDevice, *, healthy: bool) -> DeviceRecord:
 
 def _changed(record: NodeRecord, **fields: Any) -> NodeRecord:
     return record.model_copy(update=fields)
-
-
-def _summary(record: NodeRecord) -> tuple[object, ...]:
-    fields = (getattr(record, name) for name in NodeFields.model_fields)
-    return (*fields, record.epoch, record.host, record.reports)
 
 
 def _device_change(before: DeviceRecord | None, after: DeviceRecord) -> ChangeKind:

@@ -141,7 +141,7 @@ class ZenohEngine:
                     raise
                 if not told:
                     # Once, and to be seen: the address may be one at which there will never be a hub.
-                    _log.warning("waiting for a hub at %s (%s)", self.endpoint, plain(exc.__cause__))
+                    _log.warning("waiting for a master at %s (%s)", self.endpoint, plain(exc.__cause__))
                     told = True
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self.settings.retry_longest_s)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpurt.discovery.masks import APPLIES_ITSELF, Masks, masks_of, same_card
-from gpurt.discovery.reasons import remedy
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
+from gpurt.remedies import NOT_ON_BUS, remedy, where_none_is_on_the_bus
 from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ CONCLUSIVE: Final = frozenset({ReasonCode.NO_DEVICE, ReasonCode.HIDDEN_BY_ENVIRO
 
 _LIBRARY_SIDE: Final = frozenset(
     {
+        ReasonCode.NOT_RECORDED,
         ReasonCode.NO_LIBRARY,
         ReasonCode.NO_DRIVER,
         ReasonCode.ERROR,
@@ -36,8 +37,17 @@ _LIBRARY_SIDE: Final = frozenset(
 )
 """Reasons of a library that say less than what the system says."""
 
-_OWN_WORD: Final = frozenset({ReasonCode.NOT_IMPLEMENTED, ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER})
+_NOT_MISSED: Final = frozenset({ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY, ReasonCode.TIMEOUT})
+"""What nobody needs to mend on a machine that has no such device."""
+
+_OWN_WORD: Final = frozenset(
+    {ReasonCode.NOT_IMPLEMENTED, ReasonCode.NOT_RECORDED, ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER}
+)
 """Reasons that are the same for all devices: what is wrong with one of them comes first."""
+
+
+_NO_HARDWARE: Final = "nothing, if this machine has no other device; else install the driver of its vendor"
+"""Where programs are shown and no hardware: nothing is unplugged that would have to be seated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +118,10 @@ def assemble(
         message = f"{len(shown)} device{'s' * (len(shown) != 1)}"
         report = BackendReport(name=name, status="ok", message="; ".join(filter(None, (message, *notes))))
     else:
-        if failure.reason is ReasonCode.NO_DRIVER and on_bus is False:
-            failure = replace(failure, message=f"{failure.message}; the PCI bus shows no such device")
+        if on_bus is False and failure.reason in _NOT_MISSED and not outcome.sighted:
+            hint = failure.hint or remedy(failure.reason, name, platform)
+            message = f"{failure.message}; {NOT_ON_BUS}"
+            failure = Failure(failure.reason, message, where_none_is_on_the_bus(failure.reason, hint))
         report = unavailable(name, failure, platform).report
         report = report.model_copy(update={"message": "; ".join(filter(None, (report.message, *notes)))})
     ids = tuple(device.device_id for device in devices)
@@ -199,7 +211,7 @@ def _why(
     if failure is None:
         if software:
             names = ", ".join(device.name for device in software)
-            return Failure(ReasonCode.NO_DEVICE, f"the library shows software adapters alone: {names}")
+            return Failure(ReasonCode.NO_DEVICE, f"the library shows software adapters alone: {names}", _NO_HARDWARE)
         return Failure(ReasonCode.NO_DEVICE, "the library works and shows no device")
     seen = outcome.sighting_failure
     if seen is None or seen.reason is ReasonCode.NO_LIBRARY or failure.reason not in _LIBRARY_SIDE:
@@ -210,7 +222,9 @@ def _why(
     if failure.reason is seen.reason and seen.message in failure.message:
         return failure  # the driver has asked the same source, too
     # Without the kernel driver no library helps: say that first, and the library's own trouble second.
-    hint = "; ".join(dict.fromkeys(filter(None, (seen.hint, failure.hint))))
+    only_software = bool(outcome.sighted) and not count
+    hints = (_NO_HARDWARE if only_software and seen.reason is ReasonCode.NO_DEVICE else seen.hint, failure.hint)
+    hint = "; ".join(dict.fromkeys(filter(None, hints)))
     return Failure(seen.reason, f"{seen.message}; {failure.message}", hint or None)
 
 
@@ -237,6 +251,8 @@ def _not_usable(device: GPUDevice, failure: Failure) -> GPUDevice:
         state = DeviceState.UNRESPONSIVE
     elif state is DeviceState.HEALTHY and failure.reason is ReasonCode.CRASHED:
         state = DeviceState.SUSPECT
+    elif state is DeviceState.HEALTHY and failure.reason is ReasonCode.NOT_RECORDED:
+        state = DeviceState.UNKNOWN
     own = device.state_reason
     reason = f"{failure.reason}: {failure.message}"
     if own and (state in (DeviceState.LOST, DeviceState.DEGRADED) or device.kind is DeviceKind.SOFTWARE):

@@ -59,6 +59,13 @@ class Audience:
             subscription.publish(events, since=before, at_once=at_once)
         return events
 
+    def stored(self, timestamp: str, *, persisted: bool) -> None:
+        """The registry has the look-up of ``timestamp``, or has not: who has not read yet hears that."""
+        if self.told is not None and self.told.timestamp == timestamp:
+            self.told = self.told.model_copy(update={"persisted": persisted})
+        for subscription in tuple(self._subscriptions):
+            subscription.stored(timestamp, persisted=persisted)
+
     def preview(self, result: DiscoveryResult) -> None:
         """Those who know nothing yet need not wait for the slowest backend."""
         for subscription in tuple(self._subscriptions):

@@ -27,7 +27,7 @@ class MemoryBudget:
         self._pool: str | None = None
 
     async def apply(self, devices: Sequence[GPUDevice], environ: Mapping[str, str]) -> tuple[GPUDevice, ...]:
-        """``devices`` with what of their memory can be used now. Simulated devices stay as they are.
+        """``devices`` with what of their memory can be used now. Of simulated ones the host's memory says nothing.
 
         Raises:
             GPUError: GPURT_MEMORY_LIMIT or GPURT_MEMORY_RESERVE cannot be understood.
@@ -35,11 +35,14 @@ class MemoryBudget:
         settings = MemorySettings.from_environ(environ)
         real = [device for device in devices if not device.simulated]
         if not real:
-            return tuple(devices)
+            return tuple(with_own_limit(device, settings) for device in devices)
         own = tuple(device.memory_bytes for device in real if device.memory_bytes and _has_own_memory(device))
         host = await off_loop("memory", lambda: self._read(own))
         return tuple(
-            device if device.simulated else budgeted(device, settings, host, self._pool or "host") for device in devices
+            with_own_limit(device, settings)
+            if device.simulated
+            else budgeted(device, settings, host, self._pool or "host")
+            for device in devices
         )
 
     def _read(self, own: tuple[int, ...]) -> HostMemory:
@@ -51,13 +54,35 @@ class MemoryBudget:
 def budgeted(device: GPUDevice, settings: MemorySettings, host: HostMemory, pool: str) -> GPUDevice:
     """One real device with its usable memory, its source and its pool. Pure.
 
-    A limit that its backend was opened with stays: no more than that can be allocated, whatever is free.
+    No more is usable than is free, but for what ``!`` forces: where the device's own figure is older than the host's,
+    or leaves out what the kernel would reclaim, the host's counts.
     """
     if device.kind is DeviceKind.CPU and device.backend_name != "numpy":
         # Another library's record of the processor, or of another one: its figures are its own.
-        after = with_usable_memory(device, settings)
+        after = with_own_limit(device, settings)
     else:
-        after = with_usable_memory(device, settings, host=host, host_pool=pool, figures=_figures(device))
+        after = with_own_limit(device, settings, host=host, host_pool=pool, figures=_figures(device))
+    usable, free = after.memory_usable_bytes, after.memory_available
+    limit = settings.limit.of(device)
+    if usable is None or free is None or usable <= free or (limit is not None and limit.forced):
+        return after
+    if after.memory_pool_id == pool:
+        most = host.usable_bytes if device.memory_bytes is None else min(host.usable_bytes, device.memory_bytes)
+        return after.model_copy(update={"memory_available": max(usable, most)})
+    return after.model_copy(update={"memory_usable_bytes": free})
+
+
+def with_own_limit(
+    device: GPUDevice,
+    settings: MemorySettings,
+    *,
+    host: HostMemory | None = None,
+    host_pool: str | None = None,
+    figures: Figures | None = None,
+) -> GPUDevice:
+    """As :func:`with_usable_memory`. A limit that its backend was opened with stays: no more than that can be
+    allocated, whatever is free."""
+    after = with_usable_memory(device, settings, host=host, host_pool=host_pool, figures=figures)
     own = device.memory_usable_bytes if device.memory_usable_source == "limit" else None
     if own is None or (after.memory_usable_bytes is not None and after.memory_usable_bytes <= own):
         return after

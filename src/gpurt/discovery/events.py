@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpurt.discovery.assemble import CONCLUSIVE
 from gpurt.discovery.result import DiscoveryResult
+from gpurt.discovery.unreached import unreached
 from gpurt.errors import ReasonCode
 from gpurt.registry.records import utc_now
 from gpurt.types import BackendReport, DeviceState, GPUDevice
@@ -95,6 +96,7 @@ def diff(old: DiscoveryResult | None, new: DiscoveryResult, *, reason: str | Non
     for key, device in before.items():
         if key not in after and _asked(device, new):
             gone = device.model_copy(update={"state": DeviceState.REMOVED, "usable": False})
+            gone = unreached(gone, old.timestamp)
             say(EventType.REMOVED, gone, "no longer enumerated", device.state)
     for key, device in after.items():
         previous = before.get(key)
@@ -105,14 +107,15 @@ def diff(old: DiscoveryResult | None, new: DiscoveryResult, *, reason: str | Non
             say(_health_type(previous, device), device, device.state_reason, previous.state)
         if fields := _changed_fields(previous, device):
             say(EventType.CHANGED, device, ", ".join(fields), previous.state)
-        if not _same_memory(previous, device):
+        if not _same_memory(previous, device) and not _told_with_health(previous, device):
             say(EventType.MEMORY, device, None, previous.state)
     events.extend(DeviceEvent(**event, **observed) for event in _backend_changes(old.reports, new.reports))
     return tuple(sorted(events, key=lambda event: _URGENCY.index(event.type)))
 
 
 def carry_over(old: DiscoveryResult | None, new: DiscoveryResult) -> DiscoveryResult:
-    """``new`` with the devices of ``old`` that nobody could look for, no longer usable.
+    """``new`` with the devices of ``old`` that nobody could look for, no longer usable, and without what was free on
+    them then.
 
     A device was looked for when one of its backends enumerated successfully; where a backend was not even asked,
     its devices are left out. A device that the driver counts but cannot name any more (``lost``, without identity)
@@ -130,11 +133,12 @@ def carry_over(old: DiscoveryResult | None, new: DiscoveryResult) -> DiscoveryRe
         if any(map(enumerated, asked)):
             missing.append(device)
         elif device.state in _GONE and not device.usable:
-            kept.append(device)
+            kept.append(unreached(device, old.timestamp))
         else:
             why = f"{asked[0].reason}: {asked[0].message}"
-            kept.append(_carried(device, _state_for(asked[0].reason), why))
-    devices = _named(new.devices, [device for device in missing if device.state is not DeviceState.REMOVED])
+            kept.append(unreached(_carried(device, _state_for(asked[0].reason), why), old.timestamp))
+    lost = [unreached(device, old.timestamp) for device in missing if device.state is not DeviceState.REMOVED]
+    devices = _named(new.devices, lost)
     return new.model_copy(update={"devices": (*devices, *kept)})
 
 
@@ -185,7 +189,8 @@ def settled(old: DiscoveryResult | None, new: DiscoveryResult, *, hold_memory: b
     devices: list[GPUDevice] = []
     for key, device in _by_key(new.devices).items():
         previous = before.get(key)
-        if previous is not None and (hold_memory or _same_memory(previous, device)):
+        held = hold_memory or (previous is not None and _same_memory(previous, device))
+        if previous is not None and held and not _told_with_health(previous, device):
             fields = (*_MEMORY_FIELDS, _MEMORY_SOURCE)
             device = device.model_copy(update={field: getattr(previous, field) for field in fields})
         devices.append(device)
@@ -244,6 +249,13 @@ def _same_memory(previous: GPUDevice, device: GPUDevice) -> bool:
         if (a is None) != (b is None) or (a is not None and abs(a - b) >= quantum):
             return False
     return True
+
+
+def _told_with_health(previous: GPUDevice, device: GPUDevice) -> bool:
+    """Whether the figures came or went because the device did: the event that says that brings them."""
+    if _health(previous) == _health(device):
+        return False
+    return any((getattr(previous, field) is None) != (getattr(device, field) is None) for field in _MEMORY_FIELDS)
 
 
 def _state_for(reason: ReasonCode | None) -> DeviceState:

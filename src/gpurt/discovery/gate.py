@@ -17,6 +17,7 @@ from typing import Final
 from gpurt.backends.undriven import TITLES, refusal
 from gpurt.discovery.wire import Failure
 from gpurt.errors import ReasonCode
+from gpurt.remedies import NOT_ON_BUS, remedy, where_none_is_on_the_bus
 from gpurt.sources.pci import AMD, INTEL, NVIDIA, has_pci_vendor
 
 _PLATFORMS: Final[Mapping[str, frozenset[str]]] = {
@@ -75,7 +76,12 @@ def gate(
         return Failure(ReasonCode.WRONG_PLATFORM, f"there is no {name} on {platform}")
     modules = _MODULES.get(name, ())
     if modules and not any(map(has_module, modules)):
-        return Failure(ReasonCode.NO_LIBRARY, f"the Python package {modules[0]} is not installed")
+        reason, text = ReasonCode.NO_LIBRARY, f"the Python package {modules[0]} is not installed"
+        vendor = PCI_VENDORS.get(name)
+        if vendor is not None and has_pci_vendor(root, vendor) is False:
+            hint = where_none_is_on_the_bus(reason, remedy(reason, name, platform))
+            return Failure(reason, f"{text}; {NOT_ON_BUS}", hint)
+        return Failure(reason, text)
     return None
 
 

@@ -47,7 +47,7 @@ def masks_of(name: str, outcome: ProbeOutcome, environ: Mapping[str, str], *, nv
     # Half of a quick answer is imports: only where they are needed.
     if not sighted or not (partitioned or any(variable in environ for variable in VARIABLES)):
         return Masks()
-    from gpurt.visibility.resolve import resolve
+    from gpurt.visibility.resolver import resolve
 
     seen = resolve(environ, [_candidate(outcome, card) for card in sighted], nvidia_present=nvidia_present)
     interface = _INTERFACES.get(name, name)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from gpurt.backends.undriven import TITLES
 from gpurt.discovery.events import DeviceEvent, EventType
 from gpurt.discovery.result import DiscoveryResult
-from gpurt.types import BackendReport, GPUDevice
+from gpurt.printable import MAX_LINE, printable
+from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDTH_WITHOUT_TERMINAL: Final = 140
 """A pipe has no width; 80 columns would cut UUIDs in two."""
+
+_OUT_OF_REACH: Final = frozenset({DeviceState.SUSPECT, DeviceState.UNRESPONSIVE, DeviceState.LOST, DeviceState.REMOVED})
 
 
 def render(result: DiscoveryResult, *, reasons: bool = True, recorded: bool = False) -> Iterator[RenderableType]:
@@ -31,13 +35,15 @@ def render(result: DiscoveryResult, *, reasons: bool = True, recorded: bool = Fa
         table.add_column(column, overflow="fold")
     for device in result.devices:
         # Text, not str: "[…]" in a name must not be read as markup.
-        table.add_row(*(Text(cell) for cell in _row(device, recorded)), style=None if device.usable else "dim")
+        table.add_row(
+            *(Text(printable(cell)) for cell in _row(device, recorded)), style=None if device.usable else "dim"
+        )
     yield table
     if not reasons:
         return
     for device in result.devices:
         if device.state_reason:
-            yield Text(f"{shown_id(device, recorded)}: {device.state_reason}")
+            yield Text(printable(f"{shown_id(device, recorded)}: {_reason(device)}", MAX_LINE))
     absent = [report for report in result.reports if report.status != "ok"]
     if absent:
         yield Text("Not available here:")
@@ -66,10 +72,30 @@ def shown_id(device: GPUDevice, recorded: bool = False) -> str:
 
 
 def memory(device: GPUDevice) -> str:
-    """``usable / total``."""
-    usable = device.memory_usable_bytes if device.memory_usable_bytes is not None else device.memory_available
+    """``usable / total``. Of a device that nobody reaches any more it was usable once, and is not now."""
+    usable = None if is_out_of_reach(device) else device.memory_usable_bytes
+    told = size_text(usable)
+    if usable is None and device.memory_available is not None and not is_out_of_reach(device):
+        told = f"{size_text(device.memory_available)} free"
     shared = ", shared with the host" if device.unified_memory else ""
-    return f"{_gib(usable)} / {_gib(device.memory_bytes)}{shared}"
+    return f"{told} / {size_text(device.memory_bytes)}{shared}"
+
+
+def is_out_of_reach(device: GPUDevice) -> bool:
+    """Whether its figures are those of an earlier look: it does not answer now."""
+    return not device.usable and device.state in _OUT_OF_REACH
+
+
+def size_text(size: int | None) -> str:
+    """A size in a unit in which it is no 0; ``unknown`` for None."""
+    if size is None:
+        return "unknown"
+    if size < 1 << 10:
+        return f"{size} byte{'s' * (size != 1)}"
+    if size < 1 << 30:
+        unit, scale = ("KiB", 1 << 10) if size < 1 << 20 else ("MiB", 1 << 20)
+        return f"{size / scale:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size / (1 << 30):.1f} GiB"
 
 
 def _row(device: GPUDevice, recorded: bool) -> tuple[str, ...]:
@@ -80,13 +106,16 @@ def _row(device: GPUDevice, recorded: bool) -> tuple[str, ...]:
     return shown_id(device, recorded), name, memory(device), health, identity, backends
 
 
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / (1 << 30):.1f} GiB"
+def _reason(device: GPUDevice) -> str | None:
+    if device.kind is DeviceKind.SOFTWARE and not device.usable and device.backend in TITLES:
+        # That it is used when it is asked for is true of backends that can be opened.
+        return f"software adapter, and gpurt has no {TITLES[device.backend]} driver yet"
+    return device.state_reason
 
 
 def _absence(report: BackendReport) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    yield Text(f"  {report.name}: {report.reason}: {report.message}")
+    yield Text(f"  {printable(report.name)}: {printable(f'{report.reason}: {report.message}', MAX_LINE)}")
     if report.hint:
-        yield Text(f"      to do: {report.hint}")
+        yield Text(f"      to do: {printable(report.hint, MAX_LINE)}")

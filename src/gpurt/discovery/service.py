@@ -154,9 +154,11 @@ class GPUDiscoveryService:
             verify: forget what was verified before, open every driver and read back from every device.
             patient: leave backends alone that could not be used a short time ago, as ``watch`` does; after a restart
                 those that hung or crashed. For programs that are started again when they end.
-            on_preview: called once at most, if this service has no result yet: with what the registry remembers
-                (``stale``), else, as soon as devices are seen or after 0.8 s, with what is known while
-                drivers are still being opened (``preview``).
+            on_preview: called once at most, and never after this call has ended. Only if this service has no result
+                yet: at once with what the registry remembers (``stale``). Where it remembers no device: with what is
+                known while drivers are still being opened (``preview``), 0.05 s after the first card is seen that
+                nobody has opened, else 0.8 s after the start. Not called at all where every backend has answered by
+                then, as on a machine without a GPU: the result itself is there.
 
         Ends within the probe timeout plus one second, or plus twelve where the registry's disk does not answer.
         Backends that fail are in ``reports``, not raised. Cancelling the last caller kills the probes.

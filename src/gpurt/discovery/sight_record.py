@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpurt.discovery.line import ProbeLine, Sighting
-from gpurt.errors import BackendUnavailable, ReasonCode
+from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
 from gpurt.sources.host_identity import host_fingerprint
+from gpurt.sources.recorded import check_lists, read_recorded_json
 from gpurt.sources.sysfs import Skipped
 from gpurt.sources.table import Absence
 from gpurt.types import DeviceIdentity, DeviceKind, DeviceState, GPUDevice
@@ -30,13 +30,26 @@ class View:
         """The recorded answer of a source, or, where nothing is recorded at all, what ``ask`` says."""
         if self.tables is None:
             return ask()
-        file = self.tables / f"{source}.json"
+        name = f"{source}.json"
         try:
-            return json.loads(file.read_bytes())
+            # The recording, in which tables may be links, is the directory above.
+            return read_table(self.tables.parent, str(Path(self.tables.name) / name))
         except FileNotFoundError:
-            return Absence(ReasonCode.NO_LIBRARY, f"the recording has no {file.name}").as_table()
-        except (OSError, ValueError, RecursionError) as exc:
-            return Absence(ReasonCode.ERROR, f"{file.name} cannot be read: {exc}").as_table()
+            return Absence(ReasonCode.NO_LIBRARY, f"the recording has no {name}").as_table()
+        except GPUError as exc:
+            return Absence(ReasonCode.ERROR, exc.message).as_table()
+
+
+def read_table(directory: Path, name: str) -> object:
+    """A recorded table below ``directory``. Blocking.
+
+    Raises:
+        FileNotFoundError: there is no such table.
+        GPUError: it cannot be read, or lists more devices than any host has.
+    """
+    content = read_recorded_json(directory, name)
+    check_lists(content, directory / name)
+    return content
 
 
 def sighted_device(

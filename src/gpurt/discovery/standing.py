@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from gpurt.discovery.audience import Audience
 from gpurt.discovery.events import EventType, carry_over
 from gpurt.discovery.health import DeviceHealth
 from gpurt.discovery.memory import DiscoveryMemory
 from gpurt.discovery.result import DiscoveryResult, with_devices
+from gpurt.discovery.unreached import unreached
 from gpurt.health.monitor import Transition
+from gpurt.types import DeviceState, GPUDevice
+
+_SILENT: Final = frozenset({DeviceState.SUSPECT, DeviceState.UNRESPONSIVE})
 
 
 class Standing:
@@ -58,6 +63,7 @@ class Standing:
         """The result of the last look-up, now that the registry has it or has not. Its devices may have become worse
         while the disk was slow."""
         assert self._seen is not None
+        self._audience.stored(self._seen.timestamp, persisted=persisted)
         return self._settle(self._seen, persisted=persisted)
 
     def took_health(self, transition: Transition) -> None:
@@ -69,7 +75,9 @@ class Standing:
 
     def _settle(self, seen: DiscoveryResult, *, persisted: bool) -> DiscoveryResult:
         told = self._audience.told.devices if self._audience.told else ()
-        result = with_devices(seen, self._health.believed(seen.devices, told))
+        believed = self._health.believed(seen.devices, told)
+        pairs = zip(seen.devices, believed, strict=True)
+        result = with_devices(seen, (_reached(was, now, seen.timestamp) for was, now in pairs))
         measured = self._memory.topology(result.devices)
         self._last = result.model_copy(update={"persisted": persisted, "topology": measured})
         return self._last
@@ -80,3 +88,10 @@ class Standing:
             event.stable_id for event in events if event.type is EventType.REMOVED and event.stable_id is not None
         )
         return bool(events)
+
+
+def _reached(seen: GPUDevice, believed: GPUDevice, at: str) -> GPUDevice:
+    """A device that is lost, or does not answer although the look-up had its answer, tells nothing of its memory."""
+    if believed.state is DeviceState.LOST or (believed.state in _SILENT and believed.state is not seen.state):
+        return unreached(believed, at)
+    return believed

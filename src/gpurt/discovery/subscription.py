@@ -70,6 +70,14 @@ class Subscription:
         if at_once or self._looking is None:
             self.wake()
 
+    def stored(self, timestamp: str, *, persisted: bool) -> None:
+        """The registry has the look-up of ``timestamp`` or has not: a snapshot of it that nobody has read says so."""
+        for position, event in enumerate(self._events):
+            snapshot = event.snapshot
+            if snapshot is not None and snapshot.timestamp == timestamp and snapshot.persisted is not persisted:
+                now = snapshot.model_copy(update={"persisted": persisted})
+                self._events[position] = event.model_copy(update={"snapshot": now})
+
     def close(self) -> None:
         """End the iteration after what is queued."""
         self._closed = True

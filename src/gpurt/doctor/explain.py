@@ -6,22 +6,22 @@ import platform as host_platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from gpurt.backends.undriven import TITLES
 from gpurt.discovery.preview import NOT_YET
-from gpurt.discovery.reasons import remedy
 from gpurt.discovery.report import shown_id
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.doctor.explanation import Explanation
 from gpurt.doctor.memory import explain_memory
 from gpurt.doctor.visibility import explain_visibility, unset_command
 from gpurt.errors import ReasonCode
-from gpurt.recording.answers import NOT_RECORDED
 from gpurt.recording.place import Place
+from gpurt.remedies import remedy
 from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 _WORDS: Final[Mapping[ReasonCode, tuple[str, str]]] = {
     # status, and how the sentence begins
     ReasonCode.NO_LIBRARY: ("absent", "is absent because a library is missing"),
-    ReasonCode.NO_DRIVER: ("absent", "is absent because its kernel driver is not there"),
+    ReasonCode.NO_DRIVER: ("absent", "is absent because its driver is not there"),
     ReasonCode.DRIVER_MISMATCH: ("failing", "cannot be used because library and kernel driver do not fit"),
     ReasonCode.NO_PERMISSION: ("inaccessible", "is there, but this process may not open it"),
     ReasonCode.HIDDEN_BY_ENVIRONMENT: ("hidden", "is hidden by the environment"),
@@ -32,19 +32,18 @@ _WORDS: Final[Mapping[ReasonCode, tuple[str, str]]] = {
     ReasonCode.WRONG_API: ("failing", "was made for another version of gpurt"),
     ReasonCode.WRONG_PLATFORM: ("absent", "does not exist on this operating system"),
     ReasonCode.NOT_IMPLEMENTED: ("absent", "is absent because gpurt cannot drive it yet"),
+    ReasonCode.NOT_RECORDED: ("not recorded", "was not asked when this was recorded"),
     ReasonCode.ERROR: ("failing", "failed"),
 }
 
 _DEVICE_STATUSES: Final[Mapping[ReasonCode, str]] = {
     ReasonCode.NO_PERMISSION: "inaccessible",
+    ReasonCode.NOT_RECORDED: "not recorded",
     ReasonCode.TIMEOUT: "failing",
     ReasonCode.CRASHED: "failing",
     ReasonCode.ERROR: "failing",
 }
 """In one word; what is missing here is "not usable"."""
-
-NOT_ON_BUS: Final = "the PCI bus shows no such device"
-"""What discovery says of a missing driver that nobody misses."""
 
 _STATES: Final[Mapping[DeviceState, tuple[str, str]]] = {
     DeviceState.DEGRADED: (
@@ -72,7 +71,7 @@ _STATUSES: Final[Mapping[str, str]] = {
     "partial": "one backend or device failed, so there may be more than is shown",
     "stale": "this is remembered from an earlier look-up and was not looked up again",
     "preview": "some drivers are still being asked",
-    "failed": "nothing can be used, not even the processor",
+    "failed": "nothing that was asked can be used",
 }
 
 
@@ -97,13 +96,13 @@ def explain(
         *(_backend(report, platform, place) for report in result.reports),
         *(_device(device, hints, platform, environ, recorded=recorded is not None) for device in result.devices),
         *explain_memory(result.devices, environ, recorded=recorded is not None),
-        *explain_visibility(result.devices, environ, platform),
+        *explain_visibility(result.devices, environ, platform, recorded=recorded is not None),
         *_host(result, platform, recorded),
     )
 
 
 def _backend(report: BackendReport, platform: str, place: Place) -> Explanation:
-    asked = f"; it was asked for {report.elapsed_ms:.0f} ms" if report.elapsed_ms else ""
+    asked = f"; that took {report.elapsed_ms:.0f} ms" if report.elapsed_ms else ""
     if report.status == "ok":
         shown = _listed(report.device_ids) or "no device"
         extra = report.message.partition("; ")[2]
@@ -111,16 +110,14 @@ def _backend(report: BackendReport, platform: str, place: Place) -> Explanation:
         return Explanation("backend", report.name, "usable", text)
     reason = report.reason or ReasonCode.ERROR
     status, words = _WORDS[reason]
-    if report.message.startswith(NOT_RECORDED):
-        status, words = "not recorded", "was not asked when this was recorded"
-    shown = f"; all the same it shows {_listed(report.device_ids)}" if report.device_ids else ""
+    shown = f"; it shows {_listed(report.device_ids)}" if report.device_ids else ""
+    if reason is ReasonCode.NO_DEVICE and report.device_ids:
+        status, words = "no hardware", "shows no hardware that could be used"
     text = f"{report.name} {words}: {report.message.rstrip('.')}{shown}{asked}."
     todo = report.hint or remedy(reason, report.name, platform)
     command = place.command(reason, report.name)
     if command is not None:
         todo = f"{todo}; here: {command}"
-    if NOT_ON_BUS in report.message:
-        todo = f"nothing, if this machine has no such device; else: {todo}"
     return Explanation("backend", report.name, status, text, todo)
 
 
@@ -145,7 +142,9 @@ def _condition(
     code, message = _split(why)
     # What the backend's own report says to do knows more than the code does.
     helps = "" if code is None else hints.get((device.backend, code)) or remedy(code, device.backend, platform)
-    if device.state is not DeviceState.HEALTHY and device.state in _STATES:
+    if device.kind is DeviceKind.SOFTWARE and not device.usable and code is not ReasonCode.HIDDEN_BY_ENVIRONMENT:
+        return _software(device, hints)
+    if device.state is not DeviceState.HEALTHY and device.state in _STATES and code is not ReasonCode.NOT_RECORDED:
         words, todo = _STATES[device.state]
         if code is not None:
             todo = f"{helps}; {todo}"
@@ -160,12 +159,22 @@ def _condition(
     if code is not None:
         status = _DEVICE_STATUSES.get(code, "not usable")
         return status, f"is there, but cannot be used: {message}", helps
-    if device.kind is DeviceKind.SOFTWARE:
-        return "not usable", f"is a program, no hardware: {why}", "name its backend to use it all the same"
     if why == NOT_YET:
         return "not usable", f"is {why}", "wait for the result"
     why = why or f"{device.backend_name} shows it, and no driver has opened it"
     return "not usable", f"cannot be used: {why}", f"see what is said of backend {device.backend}"
+
+
+def _software(device: GPUDevice, hints: _Hints) -> tuple[str, str, str]:
+    """Naming its backend helps only where that backend opens such devices."""
+    if (device.backend, ReasonCode.NOT_RECORDED) in hints:
+        todo = remedy(ReasonCode.NOT_RECORDED, device.backend, "")
+        return "not usable", "is a program, no hardware; its backend was not asked when this was recorded", todo
+    if device.backend in TITLES:
+        what = f"is a program, no hardware, and gpurt has no {TITLES[device.backend]} driver yet"
+        return "not usable", what, "nothing: it computes on the processor, which backend cpu does, too"
+    todo = f"name its backend to use it all the same: GPURT_BACKEND={device.backend}"
+    return "not usable", f"is a program, no hardware: {device.state_reason or 'it is used only when asked for'}", todo
 
 
 def _split(reason: str) -> tuple[ReasonCode | None, str]:
@@ -189,10 +198,16 @@ def _notes(device: GPUDevice) -> Iterator[str]:
 
 def _host(result: DiscoveryResult, platform: str, recorded: str | None) -> Iterator[Explanation]:
     status = result.discovery_status
-    todo = None if status == "complete" else "see what is said above of each backend and device"
-    yield Explanation(
-        "host", "discovery", status, f"The status of this look-up is {status}: {_STATUSES[status]}.", todo
-    )
+    why, todo = _STATUSES[status], "see what is said above of each backend and device"
+    unasked = [report.name for report in result.reports if report.reason is ReasonCode.NOT_RECORDED]
+    processor = any(report.name == "cpu" for report in result.reports)
+    if unasked:
+        without = "" if processor else ", and of the processor there is nothing"
+        why = f"the recording has no answer of the driver of {_listed(unasked)}{without}"
+    elif status == "failed":
+        why += ", not even the processor" if processor else "; the processor was not asked"
+    text = f"The status of this look-up is {status}: {why}."
+    yield Explanation("host", "discovery", status, text, None if status == "complete" or unasked else todo)
     if result.pending:
         yield Explanation("host", "discovery", "pending", f"Not asked to the end yet: {_listed(result.pending)}.")
     if recorded is not None:
@@ -206,7 +221,7 @@ def _host(result: DiscoveryResult, platform: str, recorded: str | None) -> Itera
             yield Explanation("host", "registry", "saved", text)
         else:
             text = f"The registry {result.registry} does NOT hold this result: it could not be written."
-            todo = "make its directory writable, or name another file with --registry"
+            todo = "see to it that its directory can be made and written, or name another file with --registry"
             yield Explanation("host", "registry", "not saved", text, todo)
     text = f"gpurt takes this machine for {platform}; Python {host_platform.python_version()}."
     yield Explanation("host", "platform", platform, text)

@@ -29,8 +29,3 @@ class Explanation:
             "text": self.text,
             "todo": self.todo,
         }
-
-
-def gib(size: int | None) -> str:
-    """A size for people; ``unknown`` for None."""
-    return "unknown" if size is None else f"{size / (1 << 30):.1f} GiB"

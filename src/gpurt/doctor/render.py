@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from gpurt.doctor.explanation import Explanation
+from gpurt.printable import MAX_LINE, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -27,11 +28,6 @@ def render_explanations(explanations: Sequence[Explanation]) -> Iterator[Text]:
     for topic, group in groupby(explanations, key=lambda each: each.topic):
         yield Text(_HEADINGS[topic], style="bold")
         for each in group:
-            yield Text(f"  {_printable(each.text)}")
+            yield Text(f"  {printable(each.text, MAX_LINE)}")
             if each.todo:
-                yield Text(f"      to do: {_printable(each.todo)}")
-
-
-def _printable(text: str) -> str:
-    """What drivers say of themselves, without what would move a terminal's cursor."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+                yield Text(f"      to do: {printable(each.todo, MAX_LINE)}")

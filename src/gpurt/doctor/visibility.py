@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from gpurt.doctor.explanation import Explanation
+from gpurt.doctor.variables import unknown_variables
+from gpurt.printable import quoted
 from gpurt.types import DeviceKind, GPUDevice
 from gpurt.visibility.candidates import Candidate, candidate_of
-from gpurt.visibility.resolve import Visibility, resolve
+from gpurt.visibility.resolver import Visibility, resolve
 from gpurt.visibility.variables import VARIABLES
 
 _CONTAINER: Final = "NVIDIA_VISIBLE_DEVICES"
 _OURS: Final[Mapping[str, str]] = {
     "GPURT_BACKEND": "create_backend() uses this backend and no other; discovery asks all the same",
     "GPURT_FALLBACK": "decides whether create_backend() falls back to the processor",
-    "GPURT_PLUGINS": "decides whether third-party backends are loaded",
+    "GPURT_HEALTH_XIDS": "changes what NVIDIA's Xid errors say about a device",
+    "GPURT_THERMAL_LIMIT": "a device of so many °C gets no new work",
 }
+_OFF: Final = frozenset({"0", "false", "no", "off"})
 
 
 def unset_command(variable: str, platform: str) -> str:
@@ -25,9 +29,13 @@ def unset_command(variable: str, platform: str) -> str:
 
 
 def explain_visibility(
-    devices: Sequence[GPUDevice], environ: Mapping[str, str], platform: str
+    devices: Sequence[GPUDevice], environ: Mapping[str, str], platform: str, *, recorded: bool = False
 ) -> Iterator[Explanation]:
-    """A sentence for each variable that is set; one when none is."""
+    """A sentence for each variable that is set; one when none is.
+
+    Args:
+        recorded: ``environ`` is that of a recording.
+    """
     candidates = _candidates(devices)
     names = {candidate.device_id: candidate.uuid or candidate.pci_address for candidate in candidates}
     set_here = [name for name in VARIABLES if name in environ]
@@ -37,17 +45,28 @@ def explain_visibility(
         yield from _together(resolve(environ, candidates), set_here, names)
     if _CONTAINER in environ:
         text = (
-            f"{_CONTAINER}={environ[_CONTAINER]!r} was read by the container runtime at the start of the container: "
-            "cards that it did not pass in cannot be seen from here at all."
+            f"{_CONTAINER}={quoted(environ[_CONTAINER])} was read by the container runtime at the start of the "
+            "container: cards that it did not pass in cannot be seen from here at all."
         )
         todo = "start the container with --gpus all, or name the cards there" if environ[_CONTAINER] != "all" else None
         yield Explanation("visibility", _CONTAINER, "container", text, todo)
     for name, meaning in _OURS.items():
         if environ.get(name):
-            yield Explanation("visibility", name, "choice", f"{name}={environ[name]!r}: {meaning}.")
+            yield Explanation("visibility", name, "choice", f"{name}={quoted(environ[name])}: {meaning}.")
+    if plugins := environ.get("GPURT_PLUGINS"):
+        loaded = "no third-party backend is loaded" if _is_off(plugins) else "third-party backends are loaded"
+        yield Explanation("visibility", "GPURT_PLUGINS", "choice", f"GPURT_PLUGINS={quoted(plugins)}: {loaded}.")
+    for name, meant in unknown_variables(environ).items():
+        text = f"{name} is no variable of gpurt's, and does nothing unless a plug-in reads it."
+        yield Explanation("visibility", name, "no effect", text, f"write {meant}" if meant else None)
     if not set_here and _CONTAINER not in environ:
-        text = "In the environment: no variable that hides or orders devices is set."
+        where = "In the recorded environment" if recorded else "In the environment"
+        text = f"{where}: no variable that hides or orders devices is set."
         yield Explanation("visibility", "environment", "nothing hidden", text)
+
+
+def _is_off(text: str) -> bool:
+    return text.strip().lower() in _OFF
 
 
 def _candidates(devices: Sequence[GPUDevice]) -> list[Candidate]:
@@ -65,7 +84,7 @@ def _variable(name: str, environ: Mapping[str, str], candidates: Sequence[Candid
     """What one variable does by itself."""
     seen = resolve({name: environ[name]}, candidates)
     hidden = [*seen.hidden, *(device for devices in seen.hidden_from.values() for device in devices)]
-    whole = f"{name}={environ[name]!r}"
+    whole = f"{name}={quoted(environ[name])}"
     warning = f" {_sentence('; '.join(seen.warnings))}" if seen.warnings else ""
     if not candidates:
         text = f"{whole} is set, and there is no device here that it could hide or order.{warning}"

@@ -11,6 +11,7 @@ GPURT_THERMAL_LIMIT   °C from which on a device gets no new work; default: wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gpurt.errors import GPUError
+from gpurt.printable import quoted
 
 XIDS_VARIABLE: Final = "GPURT_HEALTH_XIDS"
 THERMAL_VARIABLE: Final = "GPURT_THERMAL_LIMIT"
@@ -77,7 +79,11 @@ DEFAULT_XIDS: Final[Mapping[int, XidEffect]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """What is a defect, and how long it counts. Times are seconds."""
+    """What is a defect, and how long it counts. Times are seconds.
+
+    Raises:
+        ValueError: a count below 1, a time or margin below 0, or what is no finite number.
+    """
 
     xids: Mapping[int, XidEffect] = field(default_factory=lambda: DEFAULT_XIDS)
     other_xids: XidEffect = XidEffect.DEGRADED
@@ -98,6 +104,11 @@ class HealthPolicy:
     def __post_init__(self) -> None:
         if self.suspect_after < 1 or self.recover_after < 1:
             raise ValueError("suspect_after and recover_after must be at least 1")
+        for what in ("xid_hold_s", "thermal_margin_c", "throttle_hold_s", "thermal_threshold_c"):
+            value = getattr(self, what)
+            # NaN compares as false with everything: such a bound would never be reached, and never say why.
+            if not (is_finite_number(value) or (value is None and what == "thermal_threshold_c")):
+                raise ValueError(f"{what} must be a finite number, not {value!r}")
         if min(self.xid_hold_s, self.thermal_margin_c, self.throttle_hold_s) < 0:
             raise ValueError("times and margins must not be negative")
 
@@ -119,6 +130,11 @@ class HealthPolicy:
         )
 
 
+def is_finite_number(value: object) -> bool:
+    """Whether a bound can be reached: no text, no truth value, not NaN and not infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _xids(text: str) -> tuple[dict[int, XidEffect], XidEffect | None]:
     xids: dict[int, XidEffect] = {}
     other: XidEffect | None = None
@@ -131,7 +147,7 @@ def _xids(text: str) -> tuple[dict[int, XidEffect], XidEffect | None]:
             other = effect
         else:
             raise GPUError(
-                f"{XIDS_VARIABLE}: {item!r} gives no Xid an effect",
+                f"{XIDS_VARIABLE}: {quoted(item)} gives no Xid an effect",
                 hint=f"write 31=application,79=lost,other=notice; effects are {' '.join(XidEffect)}",
             )
     return xids, other
@@ -146,5 +162,5 @@ def _celsius(text: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not 0 < value <= 250:
-        raise GPUError(f"{THERMAL_VARIABLE}={text!r} is no temperature", hint="write °C as a number, such as 85")
+        raise GPUError(f"{THERMAL_VARIABLE}={quoted(text)} is no temperature", hint="write °C as a number, such as 85")
     return value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from gpurt.recording.mask import Masker
 from gpurt.recording.nodes import Node
+from gpurt.recording.secrets_found import is_secret
 
 FAMILIES: Final = ("nvml", "amd", "intel", "host", "vulkan", "opencl", "dxgi", "apple")
 """Whose files are copied: names of :func:`gpurt.discovery.sight.paths_of`."""
@@ -33,15 +34,18 @@ class Files:
     contents: dict[str, str] = field(default_factory=dict[str, str])
     directories: set[str] = field(default_factory=set[str])
     """Those that tell something by being there."""
+    groups: set[str] = field(default_factory=set[str])
+    """Directories of this process's control groups."""
     left_out: dict[str, str] = field(default_factory=dict[str, str])
     """Path → why. Files that this process may not read are part of what discovery saw."""
 
 
 def read_files(source: Path = Path("/")) -> Files:
     """The files of every reader below ``source``. Blocking; raises nothing for what is there."""
-    files = Files()
+    groups = _groups(source)
+    files = Files(groups={group.relative_to(source).as_posix() for group in groups})
     nbytes = 0
-    for path in sorted(set(_listed(source))):
+    for path in sorted(set(_listed(source, groups))):
         name = path.relative_to(source).as_posix()
         if name in _NOT_COPIED or name.startswith("dev/"):
             continue
@@ -74,9 +78,35 @@ def write_files(files: Files, target: Path, masker: Masker | None) -> None:
     for name in files.directories:
         (target / (masker.name(name) if masker else name)).mkdir(parents=True, exist_ok=True)
     for name, text in files.contents.items():
-        copy = target / (masker.name(name) if masker else name)
+        if masker is not None:
+            name, text = _masked_name(name, files.groups, masker), _masked(name, text, masker)
+        copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((masker.text(text) if masker else text).encode("utf-8", "surrogateescape"))
+        copy.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
+def _masked_name(name: str, groups: Set[str], masker: Masker) -> str:
+    directory, slash, base = name.rpartition("/")
+    return f"{masker.group(directory)}{slash}{base}" if directory in groups else masker.name(name)
+
+
+def _masked(name: str, text: str, masker: Masker) -> str:
+    match name:
+        case "proc/self/cgroup":
+            return "".join(_with_field(line, ":", (2,), masker) for line in text.splitlines(keepends=True))
+        case "proc/self/mountinfo":
+            return "".join(_with_field(line, " ", (3, 4), masker) for line in text.splitlines(keepends=True))
+        case _ if is_secret(name.rpartition("/")[2]):
+            return masker.text(text)
+        case _:
+            return masker.file(text)
+
+
+def _with_field(line: str, separator: str, numbers: tuple[int, ...], masker: Masker) -> str:
+    """One line with paths of control groups masked in fields ``numbers``, the last of which has the rest of it where
+    there are no more."""
+    fields = line.split(separator, 2) if separator == ":" else line.split(separator)
+    return separator.join(masker.group(text) if number in numbers else text for number, text in enumerate(fields))
 
 
 def make_stand_ins(nodes: tuple[Node, ...], target: Path) -> None:
@@ -91,14 +121,14 @@ def make_stand_ins(nodes: tuple[Node, ...], target: Path) -> None:
         stand_in.touch()
 
 
-def _listed(source: Path) -> Iterator[Path]:
+def _listed(source: Path, groups: Set[Path]) -> Iterator[Path]:
     from gpurt.discovery.sight import paths_of
 
     for family in FAMILIES:
         for pattern in paths_of(family):
             if pattern.startswith(_CGROUPS):
                 # Of the whole tree only the groups that this process is in: others are none of our business.
-                for group in _groups(source):
+                for group in groups:
                     yield from group.glob(pattern.removeprefix(_CGROUPS))
             else:
                 yield from source.glob(pattern)

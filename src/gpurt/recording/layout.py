@@ -14,7 +14,6 @@ All but ``meta.json`` may be missing: what is not there was not recorded, and is
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpurt.errors import GPUError
 from gpurt.platforms import Platform
+from gpurt.sources.recorded import read_recorded_json
 
 ROOT: Final = "root"
 TABLES: Final = "tables"
@@ -31,7 +31,7 @@ NODES: Final = "nodes.json"
 DRIVERS: Final = "drivers.json"
 
 SCHEMA_VERSION: Final = 1
-_MAX_BYTES: Final = 16 << 20
+_MAX_BACKENDS: Final = 64
 
 
 class Meta(BaseModel):
@@ -48,9 +48,12 @@ class Meta(BaseModel):
     kernel: str | None = None
     container: str | None = None
     """Which sort of container it was recorded in."""
-    backends: tuple[str, ...] | None = None
+    backends: tuple[str, ...] | None = Field(default=None, max_length=_MAX_BACKENDS)
     """In the order in which they were asked; None: those of the platform."""
     masked: bool = False
+    host: str | None = None
+    """Fingerprint of the host (:func:`gpurt.sources.host_identity.host_fingerprint`), which the files, without the
+    machine id, no longer give; None where it is masked."""
     note: str = ""
     """Where a recording comes from that was made by hand."""
 
@@ -96,17 +99,10 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
     Raises:
         GPUError: the file cannot be read, or is no JSON object.
     """
-    path = directory / name
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            raise GPUError(f"{path} is larger than {_MAX_BYTES} bytes", hint="record again")
-        content: object = json.loads(raw)
-    except (FileNotFoundError, NotADirectoryError):
+        content = read_recorded_json(directory, name)
+    except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as exc:
-        raise GPUError(f"{path} cannot be read: {exc}", hint="record again, or repair the file") from exc
     if not isinstance(content, dict):
-        raise GPUError(f"{path} is not a JSON object", hint="record again, or repair the file")
+        raise GPUError(f"{directory / name} is not a JSON object", hint="record again, or repair the file")
     return cast("dict[str, Any]", content)

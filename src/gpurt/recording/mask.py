@@ -2,191 +2,159 @@
 
 So it can still be followed which record became which, and nobody learns which host, user or card it was. Masked are
 UUIDs in every spelling (``GPU-…``, without dashes, a prefix of one in ``CUDA_VISIBLE_DEVICES``), AMD's unique ids,
-serial numbers, names of host and user, home directories, machine ids, IP and hardware addresses. PCI addresses, names
-of products and versions stay: they are what a report is about.
+serial numbers, names of host and user in every case, home directories, directories of users elsewhere, machine ids,
+IP, hardware and e-mail addresses, domains. PCI addresses, names of products and versions stay: they are what a report
+is about. Of a path outside the system's own directories the first part stays, and the second has a pseudonym.
+
+A number is replaced where its name says that it is an identifier, and by text where it is no identifier in digits. A
+name of a user or host that is a short number (user 1000) stays: it tells nobody anything, and is everywhere.
+
+What discovery decides must not change. A host may be called ``memory`` and a user ``max``, which are words of files
+that discovery reads, and ``0::/`` is a line of such a file and looks like an address. So in files only identifiers are
+replaced, which nothing else looks like, and names where a path has them, in the file and in the directory alike; and
+values that are words of ours stay.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, cast
 
-_UUID: Final = re.compile(r"(?<![0-9A-Fa-f])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}(?![0-9A-Fa-f])")
-_BARE: Final = re.compile(r"(?<![0-9A-Fa-f])(?:[0-9A-Fa-f]{32}|[0-9A-Fa-f]{64})(?![0-9A-Fa-f])")
-"""UUIDs without dashes, machine ids, and the ids of containers."""
-_UNIQUE_ID: Final = re.compile(r"(?:(?<=GPU-)|(?<=host:))[0-9A-Fa-f]{16}(?![0-9A-Fa-f-])")
-"""AMD's cards, and the fingerprint of a host."""
-_HEX: Final = re.compile(r"(?<![0-9A-Fa-f])[0-9A-Fa-f]{16,64}(?![0-9A-Fa-f])")
-_UUID_PREFIX: Final = re.compile(r"(?<![0-9A-Za-z])((?:MIG-)?GPU-|MIG-)([0-9A-Fa-f][0-9A-Fa-f-]*)")
-_KFD_ID: Final = re.compile(r"(?<=unique_id )[0-9]{4,20}\b")
-_IPV4: Final = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w]|\.[0-9])")
-_IPV6: Final = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:.])")
-_MAC: Final = re.compile(r"(?<![\w:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![\w:])")
-_HOME: Final = re.compile(r"(?<=/home/)[^/\s\"':;,]+|(?<=/Users/)[^/\s\"':;,]+|(?<=\\Users\\)[^\\\s\"':;,]+")
+from gpurt.recording import mask_forms as forms
+from gpurt.recording.mask_words import PUBLIC_PARTS, is_ours
+from gpurt.recording.secrets_found import Secrets, is_secret
 
-_SECRET_KEYS: Final = frozenset({"serial", "serial_number", "machine_id", "unique_id"})
-_PUBLIC_NAMES: Final = frozenset({"root", "localhost", "shared", "public", ""})
-_PUBLIC_ADDRESSES: Final = frozenset({"127.0.0.1", "0.0.0.0", "::1", "::"})
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
-class Masker:
+class Masker(Secrets):
     """Pseudonyms of one document or recording.
 
-    Give it everything first (:meth:`learn`), then let it replace: a value is only known to be a secret in one place,
-    and must not stay readable in another.
+    Give it everything first (:meth:`learn`), then let it replace.
     """
 
-    def __init__(self, *, hosts: Iterable[str] = (), users: Iterable[str] = ()) -> None:
-        self._digits: dict[str, str] = {}
-        """Identifiers of hexadecimal digits, lower case without dashes → others."""
-        self._words: dict[str, str] = {}
-        """Other secrets, as they are written → pseudonyms."""
-        self._counts: dict[str, int] = {}
-        self._pattern: re.Pattern[str] | None = None
-        for host in hosts:
-            # "box.example.org" is in other places "box".
-            short = host.partition(".")[0]
-            self._word("host", short)
-            if host not in self._words and short in self._words:
-                self._words[host] = self._words[short]
-        for user in users:
-            self._word("user", user)
+    def mask(self, value: Any, key: str | None = None) -> Any:
+        """The JSON value with every known secret replaced, names of objects included.
 
-    def learn(self, value: Any, key: str | None = None) -> None:
-        """Note the secrets in a JSON value; ``key`` is its name in the object that holds it."""
+        Args:
+            key: its name in the object that holds it. Values that are words of ours keep their words.
+        """
         if isinstance(value, Mapping):
-            for name, item in cast("Mapping[Any, Any]", value).items():
-                self._learn_text(str(name))
-                self.learn(item, str(name))
-        elif isinstance(value, list | tuple):
-            for item in cast("list[Any]", value):
-                self.learn(item, key)
-        elif isinstance(value, str):
-            if key in _SECRET_KEYS and value.strip():
-                self._learn_secret(value.strip(), key)
-            self._learn_text(value)
-        elif key == "unique_id" and isinstance(value, int) and not isinstance(value, bool):
-            self._number(value)
-
-    def mask(self, value: Any) -> Any:
-        """The JSON value with every known secret replaced, names of objects included."""
-        if isinstance(value, Mapping):
-            return {self.name(str(name)): self.mask(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+            items = cast("Mapping[Any, Any]", value).items()
+            return {self.key(str(name)): self.mask(item, str(name)) for name, item in items}
         if isinstance(value, list | tuple):
-            return [self.mask(item) for item in cast("list[Any]", value)]
+            return [self.mask(item, key) for item in cast("list[Any]", value)]
         if isinstance(value, str):
-            return self.text(value)
+            if is_secret(key) and value.strip() in self.short:
+                return self.short[value.strip()]
+            return self.ids(value) if is_ours(key) else self.text(value)
         if isinstance(value, int) and not isinstance(value, bool):
-            other = self._words.get(str(value))
-            return value if other is None else int(other)
+            other = self.numbers.get(str(value))
+            if other is not None:
+                return int(other)
+            return self._serial(str(value), value) if is_secret(key) else value
         return value
 
     def text(self, text: str) -> str:
         """``text`` with every known secret replaced."""
-        text = self._hex(text)
-        if self._words:
-            if self._pattern is None:
-                longest_first = sorted(map(re.escape, self._words), key=len, reverse=True)
-                self._pattern = re.compile(rf"(?<![0-9A-Za-z])(?:{'|'.join(longest_first)})(?![0-9A-Za-z])")
-            text = self._pattern.sub(lambda match: self._words[match[0]], text)
-        return text
+        return self._pattern(names=True).sub(self._replacement, text)
+
+    def ids(self, text: str) -> str:
+        """``text`` with known identifiers replaced, and names left."""
+        return self._pattern(names=False).sub(self._replacement, text)
+
+    def file(self, text: str) -> str:
+        """What a file of the system has in it: identifiers are replaced, names where somebody has logged in, and
+        serial numbers where it says that they are."""
+        text = forms.SERIAL_LINE.sub(lambda match: match["name"] + self.mask(match["serial"], "serial"), text)
+        return forms.LOGIN.sub(lambda match: self._named(match[0]), self.ids(text))
+
+    def group(self, path: str) -> str:
+        """The path of a control group, or of its directory: the same for both, so that one is found by the other."""
+        parts = self.ids(path).split("/")
+        return "/".join(part if PUBLIC_PARTS.issuperset(part.split(",")) else self._named(part) for part in parts)
 
     def name(self, name: str) -> str:
-        """The name of a file, or of a value in an object, with known identifiers replaced and words left: a host may
-        be called ``gpu``, and a document's own vocabulary is no secret."""
-        return self._hex(name)
+        """The name of a file of the system, with known identifiers replaced and words left: those are the kernel's."""
+        return self.ids(name)
 
-    # Finding
+    def key(self, name: str) -> str:
+        """The name of a value in an object. One that has a secret in it besides other words (``gpu_alice``) is a
+        document's own, and no secret."""
+        if _IDENTIFIER.fullmatch(name) and name.casefold() not in self.words:
+            return self.ids(name)
+        return self.text(name)
 
-    def _learn_secret(self, value: str, key: str | None) -> None:
-        if key == "unique_id" and value.isdecimal() and len(value) > 16:
-            self._number(int(value))
-        elif re.fullmatch(r"(?:0x)?[0-9A-Fa-f]{16}|[0-9A-Fa-f]{32}", value):
-            self._id(value.removeprefix("0x"))
-        else:
-            self._word("serial", value)
+    def _pattern(self, *, names: bool) -> re.Pattern[str]:
+        pattern = self.patterns.get(names)
+        if pattern is None:
+            parts = {"prefix": forms.UUID_PREFIX, "uuid": forms.UUID, "udid": forms.UDID, "octets": forms.OCTETS}
+            found = [f"(?P<{name}>{form.pattern})" for name, form in parts.items()]
+            if names:
+                if self.paths:
+                    found.append(rf"(?P<path>(?:(?<![\w./~-])|(?<=file://))(?:{_any(self.paths)})(?![\w.-]))")
+                if self.words:
+                    found.append(rf"(?i:(?P<word>(?<![^\W_])(?:{_any(self.words)})(?![^\W_])))")
+                if self.domains:
+                    found.append(rf"(?i:(?P<member>(?<![\w.-])[a-z0-9-]+\.(?:{_any(self.domains)})(?![\w-])))")
+                found.append(f"(?P<dotted>{forms.DOTTED_MAC.pattern})")
+            if self.numbers:
+                found.append(rf"(?P<number>(?<!\d)(?:{_any(self.numbers)})(?!\d))")
+            found.append(f"(?P<hex>{forms.HEX.pattern})")
+            pattern = self.patterns[names] = re.compile("|".join(found))
+        return pattern
 
-    def _learn_text(self, text: str) -> None:
-        for match in _UUID.finditer(text):
-            self._id(match[0])
-        for pattern in (_BARE, _UNIQUE_ID):
-            for match in pattern.finditer(text):
-                self._id(match[0])
-        for match in _KFD_ID.finditer(text):
-            self._number(int(match[0]))
-        for match in _HOME.finditer(text):
-            self._word("user", match[0])
-        for match in _MAC.finditer(text):
-            self._word("mac", match[0])
-        for pattern in (_IPV4, _IPV6):
-            for match in pattern.finditer(text):
-                self._address(match[0])
+    def _replacement(self, match: re.Match[str]) -> str:
+        text = match[0]
+        match match.lastgroup:
+            case "prefix":
+                return match["brand"] + self._started(match["start"])
+            case "path":
+                return self.paths[text]
+            case "word":
+                return self.words.get(text.casefold(), "masked")
+            case "member":
+                host, _, domain = text.partition(".")
+                self.word("host", host)
+                return f"{self.words.get(host.casefold(), host)}.{self.words[domain.casefold()]}"
+            case "number":
+                return self.numbers[text]
+            case _:
+                return _spelled(self.digits.get(re.sub("[^0-9a-f]", "", text.lower())), text)
 
-    def _address(self, text: str) -> None:
-        if text in _PUBLIC_ADDRESSES or text in self._words:
-            return
-        try:
-            address = ipaddress.ip_address(text)
-        except ValueError:
-            return  # a version, or a PCI address
-        # Mask of a network, and times of day such as 12:30:45, which are no address but for their looks.
-        if address.version == 6 and "::" not in text and text.count(":") != 7:
-            return
-        number = self._next("address")
-        self._words[text] = f"192.0.2.{number % 256}" if address.version == 4 else f"2001:db8::{number:x}"
-        self._pattern = None
-
-    def _word(self, kind: str, value: str) -> None:
-        if value.lower() in _PUBLIC_NAMES or value in self._words:
-            return
-        number = self._next(kind)
-        self._words[value] = f"02:00:00:00:00:{number % 256:02x}" if kind == "mac" else f"{kind}-{number}"
-        self._pattern = None
-
-    def _number(self, value: int) -> None:
-        """AMD's 64-bit unique id: decimal in one file, hexadecimal in another."""
-        if value and str(value) not in self._words:
-            self._words[str(value)] = str(int(self._id(f"{value:016x}"), 16))
-            self._pattern = None
-
-    def _id(self, text: str) -> str:
-        digits = text.replace("-", "").lower()
-        if digits not in self._digits and digits.strip("0"):
-            number = self._next("id")
-            # Two that differ, differ in their first digits already: variables may name a device by a prefix.
-            unit = f"{number:02x}" if number < 255 else f"ff{number:06x}"
-            self._digits[digits] = (unit * 32)[: len(digits)]
-        return self._digits.get(digits, digits)
-
-    def _next(self, kind: str) -> int:
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        return self._counts[kind]
-
-    # Replacing
-
-    def _hex(self, text: str) -> str:
-        text = _UUID.sub(lambda match: self._replaced(match[0]), text)
-        text = _UUID_PREFIX.sub(lambda match: match[1] + self._prefix(match[2]), text)
-        return _HEX.sub(lambda match: self._replaced(match[0]), text)
-
-    def _replaced(self, text: str) -> str:
-        other = self._digits.get(text.replace("-", "").lower())
-        if other is None:
+    def _named(self, text: str) -> str:
+        """``text`` with names replaced, which has its identifiers replaced already."""
+        if not self.words:
             return text
-        digits = iter(other)
-        return "".join("-" if character == "-" else next(digits) for character in text)
+        pattern = rf"(?i)(?<![^\W_])(?:{_any(self.words)})(?![^\W_])"
+        return re.sub(pattern, lambda match: self.words.get(match[0].casefold(), "masked"), text)
 
-    def _prefix(self, text: str) -> str:
-        """A beginning of a UUID, as visibility variables may have it."""
+    def _serial(self, text: str, otherwise: Any) -> Any:
+        return self.short.get(text) or self.words.get(text) or self.digits.get(text, otherwise)
+
+    def _started(self, text: str) -> str:
+        """A UUID behind its brand, or a beginning of one, as visibility variables may have it."""
         digits = text.replace("-", "").lower()
-        if len(digits) >= 32 or any(other.startswith(digits) for other in self._digits.values()):
-            return text  # whole, or one of ours already
-        whole = next((known for known in self._digits if known.startswith(digits)), None)
-        other = self._digits[whole] if whole is not None else "f" * len(digits)
-        parts = iter(other)
-        return "".join("-" if character == "-" else next(parts) for character in text)
+        other = self.digits.get(digits)
+        if other is None and len(digits) < 32 and (len(digits) > 1 or digits in self.starts):
+            other = next((other for known, other in self.digits.items() if known.startswith(digits)), None)
+            if other is None and digits in self.starts:
+                taken = (*self.digits.values(), *filter(None, self.starts.values()))
+                other = self.starts[digits] = self.starts[digits] or self.new.start(len(digits), taken)
+        return _spelled(other, text)
+
+
+def _any(known: Iterable[str]) -> str:
+    return "|".join(re.escape(each) for each in sorted(known, key=len, reverse=True))
+
+
+def _spelled(digits: str | None, text: str) -> str:
+    """``digits`` with the separators of ``text``."""
+    if digits is None:
+        return text
+    rest = iter(digits)
+    return "".join(next(rest) if character.isalnum() else character for character in text)
 
 
 def host_masker() -> Masker:
@@ -200,7 +168,4 @@ def host_masker() -> Masker:
     users: list[str] = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "SUDO_USER")]
     with contextlib.suppress(OSError, KeyError):  # a container whose user id has no name
         users.append(getpass.getuser())
-    home = Path.home()
-    if home.name and len(home.parts) > 2:
-        users.append(home.name)
-    return Masker(hosts=[socket.gethostname()], users=users)
+    return Masker(hosts=[socket.gethostname()], users=users, homes=[Path.home()])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Set
 from pathlib import Path
 
 from gpurt.discovery.conversation import Sighted
 from gpurt.discovery.line import ProbeLine
+from gpurt.discovery.sight import TABLES as SOURCES
+from gpurt.discovery.sight_record import read_table
 from gpurt.discovery.survey import Prober
 from gpurt.discovery.wire import Failure, ProbeOutcome, Transcript
 from gpurt.errors import ReasonCode
 from gpurt.offload import off_loop
-from gpurt.recording.answers import NOT_RECORDED, DriverAnswer, RecordedFailure, read_answers
+from gpurt.recording.answers import NOT_RECORDED, DriverAnswer, RecordedFailure, check_devices, read_answers
 from gpurt.recording.layout import DRIVERS, NODES, ROOT, TABLES, read_environ, read_json, read_meta
 from gpurt.recording.nodes import read_nodes, with_recorded_access
 from gpurt.recording.processor import recorded_processor
+from gpurt.sources.recorded import check_tree
 
 
 class KeepingProber:
@@ -56,6 +60,11 @@ class FixtureProber:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.meta = read_meta(directory)
+        # Before anything is looked for, so that what is wrong with a recording is not taken for its devices' state.
+        check_tree(directory, ROOT)
+        for table in SOURCES:
+            with contextlib.suppress(FileNotFoundError):
+                read_table(directory, f"{TABLES}/{table}.json")
         self.environ = read_environ(directory)
         self._answers = read_answers(read_json(directory, DRIVERS) or {})
         self._nodes = read_nodes(read_json(directory, NODES) or {})
@@ -90,7 +99,10 @@ class FixtureProber:
 
         root = self.directory / ROOT
         line = sight(name, environ=environ, root=root, tables=self.directory / TABLES)
-        return line and with_recorded_access(line, root, self._nodes)
+        if line is None:
+            return None
+        check_devices(line.devices, "the recording")
+        return with_recorded_access(line, root, self._nodes)
 
     def _processor(self) -> DriverAnswer | None:
         device = recorded_processor(self.directory / ROOT)
@@ -117,5 +129,4 @@ def _outcome(answer: DriverAnswer, line: ProbeLine | None) -> ProbeOutcome:
 def _nobody_asked(name: str) -> DriverAnswer:
     """Of a recording that was made by hand, from what management libraries show."""
     text = f"{NOT_RECORDED} of {name}'s own driver, only of what shows its devices"
-    hint = "nothing: a recording is looked at, not used"
-    return DriverAnswer(failure=RecordedFailure(reason=ReasonCode.NO_LIBRARY, message=text, hint=hint))
+    return DriverAnswer(failure=RecordedFailure(reason=ReasonCode.NOT_RECORDED, message=text))

@@ -11,12 +11,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gpurt.discovery.probe import ChildProber
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
-from gpurt.errors import GPUError
 from gpurt.offload import off_loop
 from gpurt.platforms import current_platform
 from gpurt.recording import layout
@@ -27,11 +26,9 @@ from gpurt.recording.mask import Masker, host_masker
 from gpurt.recording.nodes import Node, list_nodes
 from gpurt.recording.place import container_of
 from gpurt.recording.prober import KeepingProber
+from gpurt.recording.staging import Staging
 from gpurt.recording.tables import read_tables
 from gpurt.sources.host_identity import host_fingerprint
-
-_MODE: Final = 0o700
-"""Of the directory: what is in it may name a host and its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +54,36 @@ async def record(
 ) -> Recorded:
     """Discover the devices of this machine and write all that the answer rests on into ``directory``.
 
-    Every driver is opened and every device checked, whatever the registry remembers; the registry is not touched.
+    Every driver is opened and every device checked, whatever the registry remembers; the registry is not touched. The
+    directory is there when it is complete, and not before: whatever goes wrong, nothing half-written is left.
 
     Args:
         directory: must be new, or empty; its parent must be there.
         environ: the environment of the probes; of it only allow-listed variables are written.
         mask: replace UUIDs, serial numbers, names of host and user, home directories and addresses by pseudonyms. The
-            machine id is replaced in any case.
+            machine id is replaced in any case; a recording that is not masked names the host's fingerprint, which
+            is no secret, so that its devices have the identities of this machine.
         root: the file tree that is copied.
 
     Raises:
         GPUError: there is something in ``directory`` already, or it cannot be made.
         OSError: it cannot be written.
     """
-    await off_loop("recording", lambda: _make(directory))
+    staging = await off_loop("recording", lambda: Staging(directory))
+    try:
+        return await _record(staging, environ, backends, probe_timeout, mask, root)
+    finally:
+        await off_loop("recording", staging.clear)
+
+
+async def _record(
+    staging: Staging,
+    environ: Mapping[str, str],
+    backends: Sequence[str] | None,
+    probe_timeout: float | None,
+    mask: bool,
+    root: Path,
+) -> Recorded:
     platform = current_platform(environ=environ)
     prober = KeepingProber(ChildProber())
     temporary = Path(await off_loop("recording", lambda: tempfile.mkdtemp(prefix="gpurt-record-")))
@@ -82,9 +95,11 @@ async def record(
             environ=environ,
             prober=prober,
         ) as service:
-            result = await service.discover_all_devices()
+            found = await service.discover_all_devices()
     finally:
         await off_loop("recording", lambda: shutil.rmtree(temporary, ignore_errors=True))
+    # That registry is gone, and nobody is to look for it.
+    result = found.model_copy(update={"registry": None, "persisted": False})
     answers = answers_of(prober.outcomes, result)
     tables = await read_tables([report.name for report in result.reports], environ, probe_timeout)
 
@@ -100,6 +115,7 @@ async def record(
             container=container_of(root),
             backends=tuple(report.name for report in result.reports),
             masked=mask,
+            host=None if mask else host_fingerprint(root),
         )
         parts = _parts(meta, allowed(environ), nodes, answers, tables)
         masker = host_masker() if mask else None
@@ -107,24 +123,20 @@ async def record(
         if masker is not None:
             masker.learn(parts)
             for name, text in files.contents.items():
-                masker.learn(text, name.rsplit("/", 1)[-1])
-        _write(directory, parts, files, nodes, masker, replace)
-        (directory / layout.ROOT / "etc").mkdir(parents=True, exist_ok=True)
-        (directory / layout.ROOT / "etc/machine-id").write_text(f"{machine_id}\n")
-        return Recorded(directory, result, len(files.contents), files.left_out)
+                masker.learn_file(text, name.rsplit("/", 1)[-1])
+        _write(staging.place, parts, files, nodes, masker, replace)
+        (staging.place / layout.ROOT / "etc").mkdir(parents=True, exist_ok=True)
+        (staging.place / layout.ROOT / "etc/machine-id").write_text(f"{machine_id}\n")
+        staging.publish()
+        return Recorded(staging.directory, result, len(files.contents), files.left_out)
 
-    return await off_loop("recording", write)
+    def write_and_clear() -> Recorded:
+        try:
+            return write()
+        finally:
+            staging.clear()  # once more, after a caller who did not wait for this thread
 
-
-def _make(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise GPUError(f"there is something at {directory} already", hint="name a new directory, or remove it first")
-    try:
-        directory.mkdir(mode=_MODE, exist_ok=True)
-    except OSError as exc:
-        raise GPUError(
-            f"{directory} cannot be made: {exc.strerror}", hint="name a new directory in one of yours"
-        ) from exc
+    return await off_loop("recording", write_and_clear)
 
 
 def _parts(
@@ -156,8 +168,9 @@ def _write(
     (directory / layout.ROOT).mkdir(exist_ok=True)
     for name, content in parts.items():
         text = json.dumps(content if masker is None else masker.mask(content), indent=1, allow_nan=False)
-        # The identity of the processor is made from the machine id.
-        text = text.replace(masker.text(replace[0]) if masker else replace[0], replace[1])
+        if masker is not None:
+            # The identity of the processor is made from the machine id.
+            text = text.replace(masker.text(replace[0]), replace[1])
         (directory / name).write_text(f"{text}\n", encoding="utf-8")
     write_files(files, directory / layout.ROOT, masker)
     make_stand_ins(nodes, directory / layout.ROOT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from gpurt.discovery.assemble import BackendAnswer, assemble
 from gpurt.discovery.budget import MemoryBudget
@@ -10,14 +11,17 @@ from gpurt.discovery.gate import PCI_VENDORS
 from gpurt.discovery.merge import merge
 from gpurt.discovery.result import DiscoveryResult, summarize
 from gpurt.discovery.wire import ProbeOutcome
-from gpurt.errors import GPUError
+from gpurt.errors import GPUError, ReasonCode
 from gpurt.offload import off_loop
 from gpurt.platforms import PLATFORM_BACKEND_PRIORITY
 from gpurt.recording.layout import ROOT, Meta
 from gpurt.recording.place import Place, os_release
 from gpurt.recording.prober import FixtureProber
 from gpurt.settings import canonical_name
+from gpurt.sources.host_identity import host_fingerprint
 from gpurt.sources.pci import has_pci_vendor
+from gpurt.types import DeviceKind, GPUDevice
+from gpurt.usable_memory import MemorySettings, with_usable_memory
 
 
 class Recording:
@@ -78,8 +82,22 @@ class Recording:
         )
         if self._tells_memory:
             merged = await MemoryBudget(self.root).apply(merged, self.environ)
+        else:
+            settings = MemorySettings.from_environ(self.environ)
+            merged = tuple(_with_own_memory(device, settings) for device in merged)
         result = summarize(merged, [answer.report for answer in answers.values()])
-        return result.model_copy(update={"timestamp": self.meta.recorded_at})
+        update: dict[str, Any] = {"timestamp": self.meta.recorded_at}
+        if any(report.reason is ReasonCode.NOT_RECORDED for report in result.reports):
+            # Nobody failed, and nobody knows what else there was.
+            update["discovery_status"] = "partial"
+        return await off_loop("recording", lambda: self._of_host(result.model_copy(update=update)))
+
+    def _of_host(self, result: DiscoveryResult) -> DiscoveryResult:
+        """With the identity that the host had, where that is told: its files give another."""
+        if self.meta.host is None or not (self.root / "etc/machine-id").is_file():
+            return result
+        text = result.model_dump_json().replace(f"host:{host_fingerprint(self.root)}", f"host:{self.meta.host}")
+        return DiscoveryResult.model_validate_json(text)
 
     async def _answer(self, name: str, outcome: ProbeOutcome, nvidia_present: bool) -> BackendAnswer:
         on_bus, vendor = None, PCI_VENDORS.get(name)
@@ -93,3 +111,10 @@ class Recording:
             on_bus=on_bus,
             nvidia_present=nvidia_present,
         )
+
+
+def _with_own_memory(device: GPUDevice, settings: MemorySettings) -> GPUDevice:
+    """A device of a host whose memory was not recorded: only what is the device's own can be told."""
+    if device.simulated or device.unified_memory or device.kind in (DeviceKind.CPU, DeviceKind.SOFTWARE):
+        return device
+    return with_usable_memory(device, settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpurt.health.policy import is_finite_number
 from gpurt.telemetry.reading import METRICS, Sample
 
 
@@ -14,6 +15,9 @@ class AlertRule:
 
     It is over when the value is back by ``margin``, so that a value at the line fires once and not at every reading.
     A value that is not known neither fires nor ends an alert.
+
+    Raises:
+        ValueError: no name, no such metric, or a bound or margin that is no finite number.
     """
 
     name: str
@@ -23,12 +27,19 @@ class AlertRule:
     margin: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"an alert's name must be a text, not {self.name!r}")
         if (self.above is None) == (self.below is None):
             raise ValueError(f"alert {self.name!r} needs one of above and below")
         if self.metric != "memory_percent" and self.metric not in METRICS:
-            raise ValueError(f"alert {self.name!r}: there is no metric {self.metric!r}")
-        if not self.margin >= 0:
-            raise ValueError(f"alert {self.name!r}: margin must not be negative")
+            known = ", ".join((*METRICS, "memory_percent"))
+            raise ValueError(f"alert {self.name!r}: there is no metric {self.metric!r}; there are {known}")
+        for what, value in (("above", self.above), ("below", self.below), ("margin", self.margin)):
+            # NaN compares as false with everything, so such an alert would never fire and never say why.
+            if value is not None and not is_finite_number(value):
+                raise ValueError(f"alert {self.name!r}: {what} must be a finite number, not {value!r}")
+        if self.margin < 0:
+            raise ValueError(f"alert {self.name!r}: margin must not be negative, but is {self.margin!r}")
 
     def is_crossed(self, value: float, *, active: bool) -> bool:
         margin = self.margin if active else 0.0
@@ -64,7 +75,7 @@ class Alerts:
         """The alerts that one sample begins or ends."""
         found: list[Alert] = []
         for rule in self.rules:
-            value = sample.memory_percent if rule.metric == "memory_percent" else sample.values.get(rule.metric)
+            value = _value(rule, sample)
             if value is None:
                 continue
             key = (rule.name, sample.device_id)
@@ -75,5 +86,13 @@ class Alerts:
                 found.append(Alert(rule, sample.device_id, holds, value, sample.at))
         return tuple(found)
 
+    def is_known(self, rule: AlertRule, sample: Sample) -> bool:
+        """Whether ``sample`` tells what the rule is about."""
+        return _value(rule, sample) is not None
+
     def is_active(self, rule: AlertRule, device_id: str) -> bool:
         return (rule.name, device_id) in self._active
+
+
+def _value(rule: AlertRule, sample: Sample) -> float | None:
+    return sample.memory_percent if rule.metric == "memory_percent" else sample.values.get(rule.metric)

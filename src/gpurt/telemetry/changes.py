@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from gpurt.health.policy import is_finite_number
 from gpurt.telemetry.reading import Sample
 from gpurt.types import DeviceState
 
@@ -25,12 +26,22 @@ class Aspect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """How much a value must differ, strictly, from what was told last."""
+    """How much a value must differ, strictly, from what was told last.
+
+    Raises:
+        ValueError: one that is negative or no finite number.
+    """
 
     memory_points: float = 1.0
     """Points of used memory in percent of the total."""
     temperature_c: float = 5.0
     utilization_points: float = 10.0
+
+    def __post_init__(self) -> None:
+        for what in ("memory_points", "temperature_c", "utilization_points"):
+            value = getattr(self, what)
+            if not is_finite_number(value) or value < 0:
+                raise ValueError(f"{what} must be a finite number and not negative, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,14 +84,24 @@ class GPUMonitoringService:
         await self.collector.run()
 
     def usable(self, device_id: str) -> bool:
-        """Whether new work may be placed on a device, by all that is known of its health."""
-        return self.health.verdict(self.key(device_id)).usable
+        """Whether new work may be placed on a device, by all that is known of its health.
+
+        Raises:
+            DeviceNotFound: not one of the devices that are watched, and nothing bad is known of it either.
+        """
+        usable = self.health.verdict(self.key(device_id)).usable
+        if usable:
+            self.collector.latest(device_id)  # of a stranger nothing bad is known, and nothing good
+        return usable
 
     def key(self, device_id: str) -> str:
         return self._keys.get(device_id, device_id)
 
     def xid(self, number: int, device_id: str | None) -> None:
-        """Take an Xid in; one of no device in particular concerns every device."""
+        """Take an Xid in; one of no device in particular concerns every device.
+
+        A device need not be watched: its health may be told before its first reading.
+        """
         for device in (device_id,) if device_id is not None else self.collector.device_ids:
             self._say(self._on_health, self.health.xid(self.key(device), number))
 
@@ -108,16 +118,29 @@ class GPUMonitoringService:
         return self.health.get_health_report(hours)
 
     def metrics_text(self) -> str:
-        """Readings, health and alerts in the OpenMetrics format."""
+        """Readings, health and alerts in the OpenMetrics format. What is not known has no sample: neither the state of
+        a device that has told nothing yet, nor an alert that has not begun while its value is not there or too old."""
         state = Family("gpurt_device_state", "gauge", "1 for the state that the device is believed to be in.")
-        alert = Family("gpurt_alert_active", "gauge", "1 while the alert holds for the device.")
+        alert = Family("gpurt_alert_active", "gauge", "1 while the alert holds for the device, 0 while it does not.")
         for device in self.collector.device_ids:
-            believed = self.health.verdict(self.key(device)).state
-            for each in SEVERITY:
-                state.add(int(each is believed), device=device, state=each)
+            believed = self.health.verdict(self.key(device))
+            if self.collector.latest(device) is not None or not believed.usable:
+                for each in SEVERITY:
+                    state.add(int(each is believed.state), device=device, state=each)
             for rule in self.alerts.rules:
-                alert.add(int(self.alerts.is_active(rule, device)), device=device, alert=rule.name)
+                holds = self._holds(rule, device)
+                if holds is not None:
+                    alert.add(int(holds), device=device, alert=rule.name)
         return render([*telemetry_families(self.collector), state, alert])
+
+    def _holds(self, rule: AlertRule, device_id: str) -> bool | None:
+        """Whether an alert holds; None where nobody knows. One that has begun is not over because its value is gone."""
+        if self.alerts.is_active(rule, device_id):
+            return True
+        sample = self.collector.latest(device_id)
+        if sample is None or self._clock() - sample.at > self.collector.stale_after_s:
+            return None
+        return False if self.alerts.is_known(rule, sample) else None
 
     def _take(self, sample: Sample) -> None:
         if sample.contact is not DeviceState.UNRESPONSIVE:

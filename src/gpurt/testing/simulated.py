@@ -6,17 +6,21 @@ Their memory is real: what is written can be read back (see :mod:`gpurt.testing.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceLost, GPUError, ReasonCode
+from gpurt.limits import limit_memory, limit_of
 from gpurt.shell import DriverBackend
 from gpurt.testing.profiles import GIB, Profile, parse_simulation
 from gpurt.testing.sparse import PAGE_BYTES, HostBudget, MemoryReleased, SparseMemory
+from gpurt.testing.wire import Wire
 from gpurt.types import Capabilities, DeviceIdentity, GPUDevice, Telemetry
+from gpurt.usable_memory import PROFILE, MemorySettings, with_usable_memory
 
 DEFAULT_REAL_BYTES = 4 * GIB
 """Host memory behind all devices of one driver, by default."""
@@ -29,22 +33,6 @@ class SimulatedDeviceLost(RuntimeError):
     """What a call on a removed device raises; means :class:`gpurt.errors.DeviceLost`."""
 
 
-class _Link:
-    """A wire: transfers take turns, each for as long as its bytes take."""
-
-    def __init__(self, gbps: float, latency_s: float) -> None:
-        self._seconds_per_byte = 1e-9 / gbps
-        self._latency_s = latency_s
-        self._free_at = float("-inf")
-        self._lock = threading.Lock()
-
-    def reserve(self, nbytes: int, now: float) -> float:
-        """When a transfer asked for at ``now`` ends."""
-        with self._lock:
-            self._free_at = max(now, self._free_at) + self._latency_s + nbytes * self._seconds_per_byte
-            return self._free_at
-
-
 class _Slot:
     """One simulated device. Guarded by the driver's lock."""
 
@@ -55,12 +43,12 @@ class _Slot:
         self.live: set[SparseMemory] = set()
         self.used = 0
         self.overrides: dict[str, Any] = {}
-        self.inbound = _Link(profile.host_link_gbps, profile.latency_s)
+        self.inbound = Wire(profile.host_link_gbps, profile.latency_s)
         # Unified memory has one path for both directions.
-        self.outbound = self.inbound if profile.unified_memory else _Link(profile.host_link_gbps, profile.latency_s)
+        self.outbound = self.inbound if profile.unified_memory else Wire(profile.host_link_gbps, profile.latency_s)
         # A copy within the device reads and writes the same memory.
-        self.local = _Link(profile.memory_bandwidth_gbps / 2, profile.latency_s)
-        self.peer = None if profile.peer_link_gbps is None else _Link(profile.peer_link_gbps, profile.latency_s)
+        self.local = Wire(profile.memory_bandwidth_gbps / 2, profile.latency_s)
+        self.peer = None if profile.peer_link_gbps is None else Wire(profile.peer_link_gbps, profile.latency_s)
 
 
 class SimulatedDriver(Driver):
@@ -71,6 +59,7 @@ class SimulatedDriver(Driver):
         seed: part of every identity key, ``sim:<seed>:<profile>:<n>``. Equal seeds are equal machines.
         realtime: let every transfer last as long as the profile's links need.
         real_bytes_limit: host memory that all devices together may take. A write beyond it raises RuntimeError.
+        settings: what people ask for of the memory; it shows in the records (:mod:`gpurt.usable_memory`).
         clock, sleep: seconds, monotonic; used with ``realtime`` only.
     """
 
@@ -86,12 +75,14 @@ class SimulatedDriver(Driver):
         seed: str = "0",
         realtime: bool = False,
         real_bytes_limit: int = DEFAULT_REAL_BYTES,
+        settings: MemorySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._seed = seed
         self._realtime = realtime
         self._host = HostBudget(real_bytes_limit)
+        self._settings = settings or MemorySettings()
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -148,7 +139,8 @@ class SimulatedDriver(Driver):
             if not self._plugged:
                 raise BackendUnavailable("the simulation has no device", backend=self.name, reason=ReasonCode.NO_DEVICE)
             self._open = tuple(self._plugged)
-            return tuple(self._record(index, slot) for index, slot in enumerate(self._open))
+            records = (self._record(index, slot) for index, slot in enumerate(self._open))
+            return tuple(with_usable_memory(record, self._settings) for record in records)
 
     def attach(self, index: int) -> None:
         self._slot(index)
@@ -269,7 +261,7 @@ class SimulatedDriver(Driver):
             identity=slot.identity,
             kind=profile.kind,
             memory_usable_bytes=profile.capacity_bytes - slot.used,
-            memory_usable_source="profile",
+            memory_usable_source=PROFILE,
             # Two unified devices of one simulation stand for two machines: each is a pool of its own.
             memory_pool_id=slot.identity.key if profile.unified_memory else None,
             unified_memory=profile.unified_memory,
@@ -283,7 +275,7 @@ class SimulatedDriver(Driver):
         slot.live.clear()
         slot.used = 0
 
-    def _reserve(self, nbytes: int, *links: _Link) -> float:
+    def _reserve(self, nbytes: int, *links: Wire) -> float:
         if not self._realtime:
             return 0.0
         now = self._clock()
@@ -295,7 +287,11 @@ class SimulatedDriver(Driver):
 
 
 class SimulatedBackend(DriverBackend):
-    """Simulated devices as a backend; ``options`` are those of :class:`gpurt.shell.DriverBackend`."""
+    """Simulated devices as a backend; ``options`` are those of :class:`gpurt.shell.DriverBackend`.
+
+    Args:
+        settings: limits and reserves, as ``GPURT_MEMORY_LIMIT`` and ``GPURT_MEMORY_RESERVE`` set them for real devices.
+    """
 
     def __init__(
         self,
@@ -304,22 +300,36 @@ class SimulatedBackend(DriverBackend):
         seed: str = "0",
         realtime: bool = False,
         real_bytes_limit: int = DEFAULT_REAL_BYTES,
+        settings: MemorySettings | None = None,
         **options: Any,
     ) -> None:
-        driver = SimulatedDriver(profiles, seed=seed, realtime=realtime, real_bytes_limit=real_bytes_limit)
+        driver = SimulatedDriver(
+            profiles, seed=seed, realtime=realtime, real_bytes_limit=real_bytes_limit, settings=settings
+        )
         super().__init__(driver, **options)
+        if settings is not None:
+            limit_memory(self, limit_of(settings))
 
 
-def create_simulated(spec: str, *, seed: str = "0", **options: Any) -> SimulatedBackend:
-    """A backend for ``spec``, such as ``"h100x8,m2-ultra"``; ``seed`` names the machine.
+def create_simulated(
+    spec: str, *, seed: str = "0", environ: Mapping[str, str] | None = None, **options: Any
+) -> SimulatedBackend:
+    """A backend for ``spec``, such as ``"h100x8,m2-ultra"``, not initialised yet; ``seed`` names the machine.
+
+    Args:
+        environ: stands in for ``os.environ``, whose ``GPURT_MEMORY_LIMIT`` and ``GPURT_MEMORY_RESERVE`` hold for these
+            devices as for real ones.
+        options: of :class:`SimulatedBackend`.
 
     Raises:
         ValueError: as :func:`gpurt.testing.profiles.parse_simulation`.
+        GPUError: one of the variables cannot be understood.
     """
-    return SimulatedBackend(parse_simulation(spec), seed=seed, **options)
+    settings = MemorySettings.from_environ(os.environ if environ is None else environ)
+    return SimulatedBackend(parse_simulation(spec), seed=seed, settings=settings, **options)
 
 
-def _path(source: _Slot, target: _Slot) -> tuple[_Link, ...]:
+def _path(source: _Slot, target: _Slot) -> tuple[Wire, ...]:
     if source is target:
         return (source.local,)
     if source.peer and target.peer and source.profile.key == target.profile.key:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpurt.types import DeviceKind, GPUDevice
+
+_NO_GPU: Final = frozenset({DeviceKind.CPU, DeviceKind.SOFTWARE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ def candidate_of(
     identity = device.identity
     return Candidate(
         device_id=device.device_id,
-        vendor=device.vendor,
+        # The vendor's variables are about its GPUs: a processor of AMD's is none of them.
+        vendor="unknown" if device.kind in _NO_GPU else device.vendor,
         uuid=identity.uuid if identity else None,
         pci_address=identity.pci_address if identity else None,
         partition=identity.partition if identity else None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from gpurt.visibility.candidates import Candidate
 from gpurt.visibility.lists import level_zero_list
 from gpurt.visibility.outcome import Outcome
 from gpurt.visibility.variables import ZE_AFFINITY_MASK, ZE_ENABLE_PCI_ID_DEVICE_ORDER, ZE_FLAT_DEVICE_HIERARCHY
+
+COMPOSITE: Final = "COMPOSITE"
 
 
 def resolve_intel(environ: Mapping[str, str], candidates: Sequence[Candidate]) -> Outcome:
@@ -40,4 +43,4 @@ def in_level_zero_order(environ: Mapping[str, str], candidates: Sequence[Candida
 
 def is_composite(environ: Mapping[str, str]) -> bool:
     """Level Zero counts devices, not their tiles."""
-    return environ.get(ZE_FLAT_DEVICE_HIERARCHY) == "COMPOSITE"
+    return environ.get(ZE_FLAT_DEVICE_HIERARCHY) == COMPOSITE

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gpurt.printable import quoted, shortened
+
 # C's strtoul and strtol: blanks, a sign, digits, and whatever follows.
 _NUMBER: Final = re.compile(r"[ \t\n\v\f\r]*\+?([0-9]+)")
 _ANY_BASE: Final = re.compile(r"\+?(0[xX][0-9a-fA-F]+|[0-9]+)")
@@ -56,12 +58,12 @@ def cuda_list(name: str, value: str, count: int, named: Sequence[Named]) -> Chos
         index = _index(match[1], count) if match else None
         if match is None or index is None:
             if value.strip() not in ("", "-1"):
-                warning = f"{name}: {entry!r} is no device; the list ends there"
+                warning = f"{name}: {quoted(entry)} is no device; the list ends there"
             break
         if index in order:
             return Chosen((), True, f"{name}: device {index} is named twice, which hides every device")
         if entry[match.end() :].strip():
-            warning = f"{name}: {entry!r} counts as {index}; ranges are not understood"
+            warning = f"{name}: {quoted(entry)} counts as {index}; ranges are not understood"
         order.append(index)
     return Chosen(tuple(order), True, warning)
 
@@ -79,10 +81,10 @@ def rocr_list(name: str, value: str, uuids: Sequence[str | None]) -> Chosen:
             match = _ANY_BASE.fullmatch(token)
             found = _index(match[1], len(uuids), any_base=True) if match else None
         if found is None:
-            ended = None if value.strip() == "-1" else f"{name}: {entry!r} is no device; the list ends there"
+            ended = None if value.strip() == "-1" else f"{name}: {quoted(entry)} is no device; the list ends there"
             return Chosen(tuple(order), by_index, ended)
         if found in order:
-            return Chosen(tuple(order), by_index, f"{name}: {entry!r} is named twice; the list ends there")
+            return Chosen(tuple(order), by_index, f"{name}: {quoted(entry)} is named twice; the list ends there")
         order.append(found)
     return Chosen(tuple(order), by_index)
 
@@ -105,7 +107,7 @@ def hip_list(name: str, value: str, uuids: Sequence[str | None]) -> Chosen:
             found = _index(entry, len(uuids)) if _DIGITS.fullmatch(entry) else None
             found = found if str(found) == entry else None
         if found is None:
-            ended = None if value == "-1" else f"{name}: {entry!r} is no device; the list ends there"
+            ended = None if value == "-1" else f"{name}: {quoted(entry)} is no device; the list ends there"
             return Chosen(tuple(order), by_index, ended)
         if found not in order:
             order.append(found)
@@ -129,7 +131,7 @@ def level_zero_list(name: str, value: str, tiles: Sequence[int], *, composite: b
         if known and index is not None:
             visible.add(owners[index])
         elif entry.strip() != "-1":
-            warning = f"{name}: {entry!r} is no device and has no effect"
+            warning = f"{name}: {quoted(entry)} is no device and has no effect"
     return Chosen(tuple(sorted(visible)), True, warning)
 
 
@@ -139,10 +141,14 @@ def ggml_vulkan_list(name: str, value: str, count: int) -> Chosen:
     for entry in value.replace(",", " ").split():
         match = _NUMBER.match(entry)
         if match is None and not entry.startswith("-"):
-            return Chosen(tuple(order), True, f"{name}: {entry!r} is no number; the list ends there")
+            return Chosen(tuple(order), True, f"{name}: {quoted(entry)} is no number; the list ends there")
         index = _index(match[1], count) if match else None
         if index is None:
-            ended = None if value.strip() == "-1" else f"{name}: there is no device {entry}, which disables Vulkan"
+            ended = (
+                None
+                if value.strip() == "-1"
+                else f"{name}: there is no device {shortened(entry)}, which disables Vulkan"
+            )
             return Chosen((), True, ended)
         if index not in order:
             order.append(index)
@@ -158,11 +164,11 @@ def _cuda_by_uuid(name: str, value: str, named: Sequence[Named]) -> Chosen:
         matches = exact or {item.position for item in named if any(n.lower().startswith(wanted) for n in item.names)}
         # The first entry decides between whole devices and partitions; a list cannot have both.
         if not wanted.startswith(kind) or len(matches) != 1:
-            warning = f"{name}: {entry!r} names {len(matches)} devices; the list ends there"
+            warning = f"{name}: {quoted(entry)} names {len(matches)} devices; the list ends there"
             return Chosen(tuple(order), warning=warning)
         (position,) = matches
         if position in order:
-            return Chosen((), warning=f"{name}: {entry!r} is named twice, which hides every device")
+            return Chosen((), warning=f"{name}: {quoted(entry)} is named twice, which hides every device")
         order.append(position)
     return Chosen(tuple(order))
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
+    from gpurt.discovery.result import DiscoveryResult
     from gpurt.discovery.service import GPUDiscoveryService
     from gpurt.telemetry.readers import BlockingReader
 
@@ -28,11 +29,11 @@ TELEMETRY_S: Final = 1.0
 """From one reading to the next, unless devices are looked up more often."""
 MAX_LINES: Final = 100
 
-_KNOWN: Final = {
+_WAITING: Final = {
     "stale": "devices as they are remembered; looking again …",
     "preview": "devices as they are seen; drivers are still being asked …",
 }
-"""What is known by the status of a result; the others are what there is to know."""
+"""What is being done by the status of what is known; with the others nothing is waited for."""
 
 
 class LiveWatch:
@@ -57,7 +58,9 @@ class LiveWatch:
         self._devices: tuple[GPUDevice, ...] = ()
         self._readers: dict[str, BlockingReader] = {}
         self._why_none: dict[str, str] = {}
-        self._lines: deque[str] = deque(["looking for devices …"], maxlen=MAX_LINES)
+        self._absent: dict[str, str] = {}
+        self._status: str | None = "looking for devices …"
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._ticks = ticks_for(console.encoding)
 
     async def run(self, *, verify: bool = False) -> None:
@@ -91,20 +94,27 @@ class LiveWatch:
             if event.snapshot is not None:
                 if known is None or known.discovery_status == "stale":
                     known = event.snapshot
-                self._lines.append(_KNOWN.get(known.discovery_status, "devices are known"))
             else:
                 self._lines.append(describe(event))
             if known is not None:
-                self._take(known.devices)
+                self._take(known)
 
     async def _draw(self, live: Live) -> None:
         while True:
+            # A look-up that found nothing new is no event, and has ended all the same.
+            known = await self._service.cached()
+            if known is not None and known.discovery_status not in _WAITING:
+                self._take(known)
             live.update(self._picture(), refresh=True)
             await asyncio.sleep(REDRAW_S)
 
-    def _take(self, devices: tuple[GPUDevice, ...]) -> None:
+    def _take(self, known: DiscoveryResult) -> None:
         """Read what is there now, and no longer what is gone."""
-        self._devices = devices
+        self._status = _WAITING.get(known.discovery_status)
+        if known.reports:
+            absent = (report for report in known.reports if report.status != "ok")
+            self._absent = {report.name: str(report.reason).replace("_", " ") for report in absent}
+        self._devices = devices = known.devices
         there = {device.stable_id for device in devices}
         for gone in set(self._readers) - there:
             self._collector.remove(gone)
@@ -127,6 +137,8 @@ class LiveWatch:
             self._collector,
             self._why_none,
             list(self._lines),
+            status=self._status,
+            absent=self._absent,
             width=size.width,
             height=size.height,
             ticks=self._ticks,

@@ -36,7 +36,7 @@ def source_of(device: GPUDevice, root: Path = Path("/")) -> Source:
     if device.vendor == "apple":
         return Source(why_none="macOS tells sensors to root only")
     if device.vendor not in ("nvidia", "amd", "intel"):
-        return Source(why_none=f"no reader for vendor {device.vendor}")
+        return Source(why_none=f"gpurt cannot read sensors of devices of {device.vendor}")
     if address is None:
         return Source(why_none="its PCI address is unknown")
     if device.vendor == "nvidia":

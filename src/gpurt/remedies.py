@@ -26,7 +26,10 @@ _DRIVER: Final[Mapping[str, Mapping[str, str]]] = {
     "vulkan": {"linux": "install the vendor's Vulkan driver, e.g. mesa-vulkan-drivers"},
 }
 
-_MORE_TIME: Final = "give it more time (probe_timeout, --timeout): 10 seconds are the default"
+_MORE_TIME: Final = "give it more time (probe_timeout, --timeout): 10 seconds are the default, 30 the first time"
+
+NOT_ON_BUS: Final = "the PCI bus shows no such device"
+"""What is said of a driver or a library that nobody may miss."""
 
 _VISIBILITY: Final[Mapping[str, str]] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -72,5 +75,14 @@ def remedy(reason: ReasonCode, backend: str, platform: str) -> str:
             return "nothing: this operating system does not have it"
         case ReasonCode.NOT_IMPLEMENTED:
             return "nothing yet: a later version of gpurt will have it"
+        case ReasonCode.NOT_RECORDED:
+            return "nothing: a recording is looked at, not used"
         case ReasonCode.ERROR:
             return f"read the message; for the whole story run python -m gpurt.discovery.probe_child {backend}"
+
+
+def where_none_is_on_the_bus(reason: ReasonCode, hint: str) -> str:
+    """``hint`` for a machine whose PCI bus shows no device of the backend's vendor."""
+    if reason is ReasonCode.TIMEOUT:
+        return _MORE_TIME
+    return f"nothing, if this machine has no such device; else: {hint}"

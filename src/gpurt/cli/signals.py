@@ -1,0 +1,48 @@
+"""How service managers, containers and closed terminals end a command."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Generator
+
+
+@contextlib.contextmanager
+def interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
+    """SIGTERM, which service managers and containers send, and SIGHUP, which a closed terminal does, end a command
+    as Ctrl-C does: a worker says goodbye, the demo clears up, a live table gives the terminal back. Those that the
+    parent has us ignore stay ignored.
+
+    Args:
+        ended_by: gets the numbers of those that came; the exit code is 128 and the first of them.
+    """
+
+    def handler(number: int, frame: object) -> None:
+        ended_by.append(number)
+        # asyncio's own handler for Ctrl-C cancels the main task; a background job has none, because its shell
+        # ignores the key for it.
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.raise_signal(signal.SIGINT)
+        elif "asyncio" not in sys.modules or not _interrupt_loop():
+            raise KeyboardInterrupt
+
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # embedded: signals are the host's business
+    before = {number: signal.getsignal(number) for number in numbers}
+    ours = [number for number in numbers if before[number] is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt_loop() -> bool:
+    from gpurt.cli.running import interrupt
+
+    return interrupt()
