@@ -163,7 +163,8 @@ def _cuda_by_uuid(name: str, value: str, named: Sequence[Named]) -> Chosen:
         exact = {item.position for item in named if any(_is_named(wanted, n.lower()) for n in item.names)}
         matches = exact or {item.position for item in named if any(n.lower().startswith(wanted) for n in item.names)}
         # The first entry decides between whole devices and partitions; a list cannot have both.
-        if not wanted.startswith(kind) or len(matches) != 1:
+        # Nor does a bare "GPU-" mean the only device: seen with driver 580, where PyTorch's own count is 1.
+        if not wanted.startswith(kind) or len(wanted) == len(kind) or len(matches) != 1:
             warning = f"{name}: {quoted(entry)} names {len(matches)} devices; the list ends there"
             return Chosen(tuple(order), warning=warning)
         (position,) = matches
