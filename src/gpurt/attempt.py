@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,8 +16,8 @@ from gpurt.backend import GPUBackend
 from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
 from gpurt.offload import off_loop
 from gpurt.platforms import current_platform
-from gpurt.remedies import remedy, where_none_is_on_the_bus
-from gpurt.sources.pci import AMD, NVIDIA, has_pci_vendor
+from gpurt.remedies import NOT_MISSED, remedy, where_none_is_on_the_bus
+from gpurt.sources.pci import BACKEND_VENDORS, has_pci_vendor
 from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 SHUTDOWN_TIMEOUT_S: Final = 2.0
@@ -26,10 +26,6 @@ CANCEL_WAIT_S: Final = 0.5
 """How long a cancelled attempt waits for that. Then it goes on in the background: cancelling must be prompt."""
 _MESSAGE_CHARS: Final = 400
 """Some libraries raise a page of advice; a report is one or two sentences."""
-
-_VENDORS: Final[Mapping[str, str]] = {"cuda": NVIDIA, "rocm": AMD}
-_NOT_MISSED: Final = frozenset({ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY})
-"""What nobody needs to mend on a machine whose PCI bus shows no such device."""
 
 _log = logging.getLogger("gpurt.factory")
 _closings: set[asyncio.Task[None]] = set()
@@ -181,8 +177,8 @@ async def _advised(report: BackendReport) -> BackendReport:
     if report.reason is None:
         return report
     hint = report.hint or remedy(report.reason, report.name, current_platform())
-    vendor = _VENDORS.get(report.name)
-    if vendor is not None and report.reason in _NOT_MISSED:
+    vendor = BACKEND_VENDORS.get(report.name)
+    if vendor is not None and report.reason in NOT_MISSED:
         on_bus = await off_loop("pci", lambda: has_pci_vendor(Path("/"), vendor))
         if on_bus is False:
             hint = where_none_is_on_the_bus(report.reason, hint)

@@ -31,6 +31,10 @@ SMALL_COPY_BYTES: Final = 1 << 20
 """Copies up to here take the ``small`` lane, so that they never wait behind a bulk load on another handle. A small
 copy is over in about 0.1 ms at PCIe rates, which is the longest that one of them delays the next."""
 
+NEW_BYTES: Final = 64 << 10
+"""Results in new memory are made on the loop's thread up to here: 1 MiB of it would keep the loop for 0.9 ms, most of
+it page faults."""
+
 FILE_CHUNK_BYTES: Final = 32 << 20
 """Longest read of a file into memory that the host addresses: 0.1 s from a disk of 300 MB/s. Progress is told, and a
 cancelled load ends, after each."""
@@ -87,7 +91,7 @@ class DriverCopies(DriverLifecycle):
         if not size:
             return b""
 
-        if size <= self.driver.inline_copy_bytes and dispatch.may_inline(allocation.chain, b""):
+        if size <= min(self.driver.inline_copy_bytes, NEW_BYTES) and dispatch.may_inline(allocation.chain, b""):
             buffer = bytearray(size)
             await self._inline(dispatch, self.driver.read, allocation, offset, memoryview(buffer), "copy_from_device")
             return bytes(buffer)

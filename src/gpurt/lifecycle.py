@@ -163,6 +163,7 @@ class DriverLifecycle(GuardedBackend):
         leaked = list(self._handles)
         if leaked:
             _warn_leaks(self.name, leaked)
+        self._host_pool.warn_open(self.name)
         await dispatch.drain()
         # Allocations that are there and whose callers are told within this turn of the loop or the next.
         while self._arriving:  # noqa: ASYNC110

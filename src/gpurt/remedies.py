@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from gpurt.backends.cupy_runtime import CUDA_INSTALL_HINT
 from gpurt.errors import ReasonCode
 
 _INSTALL: Final[Mapping[str, str]] = {
     # Package names as on PyPI; the extras are those of pyproject.toml.
-    "cuda": "pip install 'gpurt[cuda12]'  # cupy-cuda12x; for a CUDA 13 driver 'gpurt[cuda13]', cupy-cuda13x",
+    "cuda": CUDA_INSTALL_HINT,
     "opencl": "pip install 'gpurt[opencl]'  # pyopencl; and the vendor's OpenCL driver",
     "cpu": "pip install --force-reinstall numpy",
 }
@@ -27,6 +28,9 @@ _DRIVER: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 _MORE_TIME: Final = "give it more time (probe_timeout, --timeout): 10 seconds are the default, 30 the first time"
+
+NOT_MISSED: Final = frozenset({ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY, ReasonCode.TIMEOUT})
+"""What nobody needs to mend on a machine whose PCI bus shows no device of the backend's vendor."""
 
 NOT_ON_BUS: Final = "the PCI bus shows no such device"
 """What is said of a driver or a library that nobody may miss."""

@@ -177,10 +177,6 @@ class DriverBackend(DriverCopies):
             )
         return pool.lend(block, block_bytes, nbytes)
 
-    async def _close_driver(self, dispatch: Dispatcher) -> None:
-        self._host_pool.warn_open(self.name)
-        await super()._close_driver(dispatch)
-
     async def view(self, handle: MemoryHandle, shape: Shape | None = None, dtype: DType = "uint8") -> DeviceView:
         dispatch, allocation = self._enter_handle(handle, "view")
         index = allocation.index

@@ -397,7 +397,8 @@ async def test_cancelled_while_it_starts_nothing_is_left(turns: int) -> None:
 async def test_a_child_that_has_ended_before_it_is_asked_is_a_crash() -> None:
     prober = ChildProber(command=lambda _: (sys.executable, "-S", "-c", "raise SystemExit(3)"))
     await prober.prepare("cuda", os.environ)
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(5):
+        await asyncio.wait({prober._prepared["cuda"].exited})
     outcome = await prober.probe("cuda", deadline=5.0, environ=os.environ)
     assert outcome.failure is not None
     assert outcome.failure.reason is ReasonCode.CRASHED

@@ -334,3 +334,11 @@ def test_whatever_is_observed_a_clean_device_is_healthy_in_the_end(steps: list[E
     rig.see(times=10, after_s=600)
     assert rig.state is HEALTHY
     assert not findings(rig.monitor.policy, FINE)
+
+
+@pytest.mark.parametrize("number", [float("nan"), 79.0, "79", True, -1, None])
+def test_what_is_no_xid_is_refused_and_changes_nothing(number: object) -> None:
+    monitor = HealthMonitor()
+    with pytest.raises(ValueError, match="an Xid is a whole number"):
+        monitor.xid("a", number)  # type: ignore[arg-type]
+    assert monitor.verdict("a").usable

@@ -126,7 +126,7 @@ def test_paths_of_variables_with_blanks() -> None:
         "/sys/class/drm/card0",
         "/var/lib/x",
         "/run/user/1000",
-        "/root/gpurt",
+        "/var/root/gpurt",
         "/System/Library/Frameworks",
         "https://example.org/a/b",
         "1.0 GiB / 2.0 GiB, N/A, and/or",

@@ -392,3 +392,16 @@ class TestDevicesAndFeeds:
     def test_impossible_options_are_refused(self) -> None:
         with pytest.raises(ValueError, match="positive"):
             TelemetryCollector({}, interval_s=0)
+
+
+@pytest.mark.parametrize("answer", [None, {"temperature_c": 41.0}, 41.0, "41"])
+async def test_a_reader_that_returns_something_else_is_suspect_and_says_why(answer: object) -> None:
+    async def read() -> object:
+        return answer
+
+    collector = TelemetryCollector({"a": read})  # type: ignore[dict-item]
+    await collector.poll()
+    sample = collector.latest("a")
+    assert sample is not None
+    assert sample.contact is DeviceState.SUSPECT
+    assert f"returned {type(answer).__name__}" in (sample.contact_reason or "")

@@ -10,7 +10,6 @@ whenever something has changed).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import logging
 import math
@@ -29,7 +28,7 @@ from gpurt.cli.discover_checks import (
 )
 from gpurt.cli.logs import log_to_stderr
 from gpurt.cli.running import run_command
-from gpurt.cli.signals import interrupted_by_signals
+from gpurt.cli.signals import give_up_stdout, interrupted_by_signals
 from gpurt.errors import GPUError
 from gpurt.printable import MAX_LINE, printable, quoted
 
@@ -130,10 +129,10 @@ def main(argv: Sequence[str] | None = None, *, early: EarlyProbe | None = None) 
         return 128 + (ended_by[0] if ended_by else signal.SIGINT)
     except BrokenPipeError:
         # Who reads our output has seen enough.
-        _give_up_stdout()
+        give_up_stdout()
         return 128 + ended_by[0] if ended_by else 141
     except OSError as exc:
-        _give_up_stdout()
+        give_up_stdout()
         if ended_by and exc.errno == errno.EIO:  # the terminal that has hung up takes no farewell
             return 128 + ended_by[0]
         sys.stderr.write(f"{parser.prog}: {_one_line(exc)}\n")
@@ -144,12 +143,6 @@ def main(argv: Sequence[str] | None = None, *, early: EarlyProbe | None = None) 
 
 def _one_line(exc: Exception) -> str:
     return printable(" ".join(str(exc).split()), MAX_LINE)
-
-
-def _give_up_stdout() -> None:
-    """Without this the interpreter would flush once more at exit, and fail with a traceback."""
-    with contextlib.suppress(OSError):  # a stdout that is no file has nothing to flush into
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _service(args: argparse.Namespace, prober: Prober | None = None) -> GPUDiscoveryService:

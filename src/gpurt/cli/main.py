@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Final
 
 from gpurt.cli.logs import log_to_stderr
-from gpurt.cli.signals import interrupted_by_signals
+from gpurt.cli.signals import give_up_stdout, interrupted_by_signals
 from gpurt.errors import GPUError
 from gpurt.printable import MAX_LINE, printable
 
@@ -70,15 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + (ended_by[0] if ended_by else signal.SIGINT)
     except BrokenPipeError:
-        _give_up_stdout()
+        give_up_stdout()
         return 128 + ended_by[0] if ended_by else 141
     except OSError as exc:
         if ended_by and exc.errno == errno.EIO:  # the terminal that has hung up takes no farewell
-            _give_up_stdout()
+            give_up_stdout()
             return 128 + ended_by[0]
         if exc.errno != errno.ENOSPC:
             raise
-        _give_up_stdout()
+        give_up_stdout()
         sys.stderr.write(f"gpurt {chosen}: {exc}\n")
         return 2
     # A command that takes an interruption for its ordinary end has not ended by itself.
@@ -107,11 +107,6 @@ def _spell_out(error: UnicodeError) -> tuple[str | bytes, int]:
         return _SPELLINGS[character], error.start + 1
     error.end = error.start + 1
     return codecs.backslashreplace_errors(error)
-
-
-def _give_up_stdout() -> None:
-    # The interpreter flushes stdout once more at exit, which would fail again with a traceback.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -40,6 +41,12 @@ def interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def give_up_stdout() -> None:
+    """Nobody reads any more. Without this the interpreter would flush once more at exit, and fail with a traceback."""
+    with contextlib.suppress(OSError):  # a stdout that is no file has nothing to flush into
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt_loop() -> bool:

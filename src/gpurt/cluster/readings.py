@@ -7,23 +7,22 @@ none is kept. A newer one makes an older one worthless, so what matters must nev
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpurt.cluster.envelope import check_size, strict_json, summary
 from gpurt.cluster.errors import MalformedEvent
+from gpurt.types import Telemetry
 
 MAX_READINGS_BYTES: Final = 64 << 10
 PER_MESSAGE: Final = 64
 """Devices in one message: 700 bytes each."""
 
 
-class DeviceReadings(BaseModel):
-    """What one device told last. A value is None with its reason in ``unavailable``."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class DeviceReadings(Telemetry):
+    """What one device told last."""
 
     device: str
     """Key of the device within its node: the stable id."""
@@ -32,15 +31,6 @@ class DeviceReadings(BaseModel):
     contact: str
     """How it answered: ``healthy suspect unresponsive lost``."""
     throttled: bool | None = None
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    memory_free_bytes: int | None = None
-    memory_reserved_bytes: int | None = None
-    temperature_c: float | None = None
-    power_w: float | None = None
-    clock_mhz: int | None = None
-    utilization_percent: float | None = None
-    unavailable: Mapping[str, str] = Field(default_factory=dict)
 
 
 class NodeReadings(BaseModel):

@@ -22,6 +22,7 @@ from gpurt.cluster.readings import MAX_READINGS_BYTES
 from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
 from gpurt.cluster.zenoh_hub import watch_hub
 from gpurt.cluster.zenoh_node import ZenohNode
+from gpurt.cluster.zenoh_query import ZenohQuery
 from gpurt.cluster.zenoh_readings import ZenohReadings, put_readings
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
@@ -265,37 +266,12 @@ class ZenohEngine:
         raise NoAnswer(f"node {node} did not answer within {timeout:g} s")
 
     async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
-        """Every reply, as (sample, None) or (None, error). The lane is not held while they come."""
+        """Every reply, as (sample, None) or (None, error)."""
         self._running()
-        loop, session, callbacks = asyncio.get_running_loop(), self._session, self._wrapper()
-        done = loop.create_future()
-        replies: list[tuple[Any, Any]] = []
-
-        def collect(reply: Any) -> None:
-            answer = reply.ok or reply.err
-            if len(answer.payload) <= limit:
-                replies.append((reply.ok, None if reply.ok else answer))
-
-        def finish() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
-
-        def get() -> None:
-            zenoh = self._zenoh
-            session.get(
-                key,
-                callbacks.wrap(collect, on_end=finish),
-                target=zenoh.QueryTarget.ALL,
-                consolidation=zenoh.QueryConsolidation(zenoh.ConsolidationMode.NONE),
-                timeout=timeout,
-                payload=payload,
-            )
-
-        await self._call(get)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout + 1.0):
-                await done
-        return list(replies)
+        query = ZenohQuery(asyncio.get_running_loop(), limit)
+        wrapper = self._wrapper()
+        await self._call(query.ask, self._zenoh, wrapper, self._session, key, payload=payload, timeout=timeout)
+        return await query.replies(timeout + 1.0)
 
     # Commands that come in
 

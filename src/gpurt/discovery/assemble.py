@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from gpurt.discovery.masks import APPLIES_ITSELF, Masks, masks_of, same_card
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
-from gpurt.remedies import NOT_ON_BUS, remedy, where_none_is_on_the_bus
+from gpurt.remedies import NOT_MISSED, NOT_ON_BUS, remedy, where_none_is_on_the_bus
 from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _LIBRARY_SIDE: Final = frozenset(
 )
 """Reasons of a library that say less than what the system says."""
 
-_NOT_MISSED: Final = frozenset({ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY, ReasonCode.TIMEOUT})
 """What nobody needs to mend on a machine that has no such device."""
 
 _OWN_WORD: Final = frozenset(
@@ -118,7 +117,7 @@ def assemble(
         message = f"{len(shown)} device{'s' * (len(shown) != 1)}"
         report = BackendReport(name=name, status="ok", message="; ".join(filter(None, (message, *notes))))
     else:
-        if on_bus is False and failure.reason in _NOT_MISSED and not outcome.sighted:
+        if on_bus is False and failure.reason in NOT_MISSED and not outcome.sighted:
             hint = failure.hint or remedy(failure.reason, name, platform)
             message = f"{failure.message}; {NOT_ON_BUS}"
             failure = Failure(failure.reason, message, where_none_is_on_the_bus(failure.reason, hint))

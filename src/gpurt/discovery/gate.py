@@ -18,7 +18,7 @@ from gpurt.backends.undriven import TITLES, refusal
 from gpurt.discovery.wire import Failure
 from gpurt.errors import ReasonCode
 from gpurt.remedies import NOT_ON_BUS, remedy, where_none_is_on_the_bus
-from gpurt.sources.pci import AMD, INTEL, NVIDIA, has_pci_vendor
+from gpurt.sources.pci import AMD, BACKEND_VENDORS, INTEL, has_pci_vendor
 
 _PLATFORMS: Final[Mapping[str, frozenset[str]]] = {
     "cuda": frozenset({"linux", "win32"}),
@@ -40,8 +40,6 @@ _MANIFEST_PLACES: Final = (
     "run/opengl-driver/share",  # NixOS
 )
 """Relative to the root: where distributions have Vulkan's loader look."""
-
-PCI_VENDORS: Final[Mapping[str, str]] = {"cuda": NVIDIA, "rocm": AMD}
 
 
 def _has_module(name: str) -> bool:
@@ -77,7 +75,7 @@ def gate(
     modules = _MODULES.get(name, ())
     if modules and not any(map(has_module, modules)):
         reason, text = ReasonCode.NO_LIBRARY, f"the Python package {modules[0]} is not installed"
-        vendor = PCI_VENDORS.get(name)
+        vendor = BACKEND_VENDORS.get(name)
         if vendor is not None and has_pci_vendor(root, vendor) is False:
             hint = where_none_is_on_the_bus(reason, remedy(reason, name, platform))
             return Failure(reason, f"{text}; {NOT_ON_BUS}", hint)

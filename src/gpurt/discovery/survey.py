@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from gpurt import plugins
 from gpurt.discovery.assemble import BackendAnswer, assemble, unavailable
 from gpurt.discovery.conversation import Sighted
-from gpurt.discovery.gate import PCI_VENDORS, gate
+from gpurt.discovery.gate import gate
 from gpurt.discovery.in_place import InPlaceProber
 from gpurt.discovery.probe import has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
@@ -23,7 +23,7 @@ from gpurt.errors import ReasonCode
 from gpurt.offload import off_loop
 from gpurt.platforms import PLATFORM_BACKEND_PRIORITY, Platform
 from gpurt.settings import SelectionSettings
-from gpurt.sources.pci import NVIDIA, has_pci_vendor
+from gpurt.sources.pci import BACKEND_VENDORS, NVIDIA, has_pci_vendor
 from gpurt.types import GPUDevice
 from gpurt.visibility.variables import CUDA_VISIBLE_DEVICES
 
@@ -162,7 +162,7 @@ class Survey:
         on_bus = None
         if outcome.failure is not None:
             _log.info("backend %s: %s: %s", name, outcome.failure.reason, outcome.failure.message)
-            on_bus = await self._has_vendor(PCI_VENDORS.get(name))
+            on_bus = await self._has_vendor(BACKEND_VENDORS.get(name))
         # HIP obeys CUDA's variable, but where there is a card of NVIDIA's nobody has meant AMD's by it.
         ambiguous = name == "rocm" and CUDA_VISIBLE_DEVICES in environ and bool(outcome.sighted)
         nvidia = ambiguous and await self._has_vendor(NVIDIA) is True

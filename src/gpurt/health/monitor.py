@@ -105,7 +105,13 @@ class HealthMonitor:
         return self._settle(key, device, found, now)
 
     def xid(self, key: str, number: int) -> Transition | None:
-        """Take an Xid in; the change of state that it makes, or None."""
+        """Take an Xid in; the change of state that it makes, or None.
+
+        Raises:
+            ValueError: ``number`` is not a whole number from 0 on.
+        """
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"an Xid is a whole number, not {number!r}")
         now, device = self._clock(), self._device(key)
         device.xid_log.append((now, number))
         effect = self.policy.effect(number)

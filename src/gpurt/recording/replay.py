@@ -7,7 +7,6 @@ from typing import Any
 
 from gpurt.discovery.assemble import BackendAnswer, assemble
 from gpurt.discovery.budget import MemoryBudget
-from gpurt.discovery.gate import PCI_VENDORS
 from gpurt.discovery.merge import merge
 from gpurt.discovery.result import DiscoveryResult, summarize
 from gpurt.discovery.wire import ProbeOutcome
@@ -19,7 +18,7 @@ from gpurt.recording.place import Place, os_release
 from gpurt.recording.prober import FixtureProber
 from gpurt.settings import canonical_name
 from gpurt.sources.host_identity import host_fingerprint
-from gpurt.sources.pci import has_pci_vendor
+from gpurt.sources.pci import BACKEND_VENDORS, has_pci_vendor
 from gpurt.types import DeviceKind, GPUDevice
 from gpurt.usable_memory import MemorySettings, with_usable_memory
 
@@ -100,7 +99,7 @@ class Recording:
         return DiscoveryResult.model_validate_json(text)
 
     async def _answer(self, name: str, outcome: ProbeOutcome, nvidia_present: bool) -> BackendAnswer:
-        on_bus, vendor = None, PCI_VENDORS.get(name)
+        on_bus, vendor = None, BACKEND_VENDORS.get(name)
         if outcome.failure is not None and vendor is not None:
             on_bus = await off_loop("pci", lambda: has_pci_vendor(self.root, vendor))
         return assemble(

@@ -23,6 +23,9 @@ VENDORS: Final[Mapping[int, str]] = {
 }
 """Numbers of vendors, as on the bus and in Vulkan, DXGI and OpenCL, and what gpurt calls them."""
 
+BACKEND_VENDORS: Final[Mapping[str, str]] = {"cuda": NVIDIA, "rocm": AMD}
+"""Whose devices a backend needs, where it needs somebody's."""
+
 _GRAPHICS: Final = ("0x03", "0x12")
 """Base classes: display controllers, and processing accelerators, which cards without outputs call themselves."""
 

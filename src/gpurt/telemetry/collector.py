@@ -274,6 +274,8 @@ async def _answer(read: Read) -> tuple[RawReading, DeviceState, str | None]:
         return _nothing(), DeviceState.LOST, str(exc)
     except Exception as exc:  # whatever a source raises costs this reading, and is told with it
         return _nothing(), DeviceState.SUSPECT, f"{type(exc).__name__}: {exc}"
+    if not isinstance(raw, RawReading):  # pyright: ignore[reportUnnecessaryIsInstance]  (readers are the callers' own)
+        return _nothing(), DeviceState.SUSPECT, f"the reader returned {type(raw).__name__}, not a RawReading"
     reason = gives_nothing(raw)
     if reason is not None:
         return raw, DeviceState.SUSPECT, f"the reading has no value: {reason}"

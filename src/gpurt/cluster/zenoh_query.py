@@ -1,0 +1,59 @@
+"""One question on the bus and everybody's replies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from gpurt.cluster.zenoh_callbacks import SessionCallbacks
+
+
+class ZenohQuery:
+    """Replies come on zenoh's threads; the lane that asked is free meanwhile.
+
+    Args:
+        loop: the one that waits.
+        limit: bytes of a reply; longer ones are dropped.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+        self._loop, self._limit = loop, limit
+        self._done: asyncio.Future[None] = loop.create_future()
+        self._replies: list[tuple[Any, Any]] = []
+
+    def ask(
+        self,
+        zenoh: Any,
+        callbacks: SessionCallbacks,
+        session: Any,
+        key: str,
+        *,
+        payload: bytes | None,
+        timeout: float,
+    ) -> None:
+        """On the lane. ``timeout`` in seconds is zenoh's own for the replies."""
+        session.get(
+            key,
+            callbacks.wrap(self._collect, on_end=self._finish),
+            target=zenoh.QueryTarget.ALL,
+            consolidation=zenoh.QueryConsolidation(zenoh.ConsolidationMode.NONE),
+            timeout=timeout,
+            payload=payload,
+        )
+
+    async def replies(self, timeout: float) -> list[tuple[Any, Any]]:
+        """Each as (sample, None) or (None, error); those that are there when ``timeout`` seconds are over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._done
+        return list(self._replies)
+
+    def _collect(self, reply: Any) -> None:
+        answer = reply.ok or reply.err
+        if len(answer.payload) <= self._limit:
+            self._replies.append((reply.ok, None if reply.ok else answer))
+
+    def _finish(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(lambda: self._done.done() or self._done.set_result(None))
