@@ -257,3 +257,19 @@ class ProcessTests(ConformanceBase):
         answer, _ = await self._child("fork")
         assert answer["child"] == ["GPUError"] * 4
         assert answer["parent"] is True
+
+    async def test_misuse_leaves_a_living_process(self, backend: GPUBackend) -> None:
+        """Most libraries abort, or read what is no longer theirs, on calls of this kind."""
+        answer, _ = await self._child("misuse")
+        assert answer.pop("round trip") is True
+        expected = dict.fromkeys(answer, "InvalidHandle") | {
+            "allocate far too much": "OutOfMemory",
+            "write past the end": "OutOfRange",
+            "read past the end": "OutOfRange",
+            "read into past the end": "OutOfRange",
+            "read before the beginning": "OutOfRange",
+            "copy past the end": "OutOfRange",
+            "use after shutdown": "BackendClosed",
+        }
+        assert len(answer) == 24
+        assert answer == expected

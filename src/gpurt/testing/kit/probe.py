@@ -16,8 +16,10 @@ from typing import Any
 from gpurt.driver import Driver
 from gpurt.testing.loops import PATIENCE
 
-WATCHED = ("open", "attach", "alloc", "free", "write", "read", "copy", "sync", "telemetry", "close")
-_DATA = frozenset({"alloc", "free", "write", "read", "copy", "sync"})
+WATCHED = (
+    *("open", "attach", "alloc", "free", "write", "read", "copy", "compile", "launch", "sync", "telemetry", "close"),
+)
+_DATA = frozenset({"alloc", "free", "write", "read", "copy", "compile", "launch", "sync"})
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("gpurt_conformance_request", default=None)
 """A context variable that the probe reads inside driver calls, to show that the caller's context is carried."""
@@ -147,6 +149,8 @@ class DriverProbe:
                 return {(args[0], id(args[1]))}
             case "copy":
                 return {(args[0], id(args[1])), (args[3], id(args[4]))}
+            case "launch":
+                return {(args[0], id(each)) for each in args[4] if not hasattr(each, "dtype") or each.ndim}
             case _:
                 return set()
 
