@@ -28,13 +28,21 @@ class Request:
     """Signatures whose answers the caller has: with one of them the driver is not opened."""
 
 
-def examine(name: str, emit: Emit, request: Callable[[], Request], *, may_die: bool = True) -> None:
+def examine(
+    name: str,
+    emit: Emit,
+    request: Callable[[], Request],
+    *,
+    before_opening: Callable[[], None] = lambda: None,
+    may_die: bool = True,
+) -> None:
     """Find out everything about one backend, and tell ``emit`` each step as soon as it is known.
 
     The last line but for the closing is ``verified``, ``unchanged`` or ``failed``; nothing that a library raises
     escapes. ``request`` is called after looking: it may have to wait for the caller.
 
     Args:
+        before_opening: called before the backend's own library is loaded.
         may_die: this process is here for the probe alone. Else nothing is looked at that loads drivers for it.
     """
     try:
@@ -44,6 +52,7 @@ def examine(name: str, emit: Emit, request: Callable[[], Request], *, may_die: b
         if signature in asked.known:
             emit(ProbeLine(stage="unchanged"))
             return
+        before_opening()
         from gpurt.discovery.contact import contact
 
         contact(name, emit, asked.verified)

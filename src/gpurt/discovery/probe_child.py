@@ -54,8 +54,17 @@ def main(argv: list[str] | None = None) -> int:
         faulthandler.dump_traceback_later(float(asked["deadline"]) + ORPHAN_GRACE_S, exit=True)
         return Request(*(frozenset[str](asked.get(key, ())) for key in ("verified", "known")))
 
-    examine(arguments[0], emit, request)
+    examine(arguments[0], emit, request, before_opening=_load_site)
     return 0
+
+
+def _load_site() -> None:
+    """Started without ``site`` for looking alone; what a backend's library needs of it comes now: the start-up files
+    of packages, and with them the finders of editable installations."""
+    if sys.flags.no_site:
+        import site
+
+        site.main()
 
 
 def _read_request() -> dict[str, Any]:
