@@ -19,6 +19,9 @@ OWN_LOOPS = {"test_model", "test_process_ends_while_a_driver_hangs", "test_forke
 """Tests that make their own loops, in a thread or in a child process: the outer one makes no difference."""
 
 
+pytest_plugins = ["tests.support.conformance_results"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # An installed gpurt brings its plugin by entry point; a source tree on PYTHONPATH does not.
     if not config.pluginmanager.has_plugin("gpurt"):

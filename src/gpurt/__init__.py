@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpurt.errors import (
         BackendClosed,
         BackendUnavailable,
+        CompileFailed,
         DeviceLost,
         DeviceNotFound,
         DeviceUnresponsive,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         DeviceKind,
         DeviceState,
         GPUDevice,
+        Kernel,
         MemoryHandle,
         MemoryInfo,
         Telemetry,
@@ -77,6 +79,7 @@ __all__ = [
     "BackendReport",
     "BackendUnavailable",
     "Capabilities",
+    "CompileFailed",
     "DeviceArray",
     "DeviceIdentity",
     "DeviceKind",
@@ -93,6 +96,7 @@ __all__ = [
     "GPUError",
     "HandleInUse",
     "InvalidHandle",
+    "Kernel",
     "MemoryHandle",
     "MemoryInfo",
     "MemoryManager",
@@ -125,8 +129,8 @@ _HOMES = {
     "gpurt.discovery.service": ("GPUDiscoveryService",),
     "gpurt.driver": ("API_VERSION", "Driver"),
     "gpurt.errors": (
-        *("BackendClosed", "BackendUnavailable", "DeviceLost", "DeviceNotFound", "DeviceUnresponsive", "GPUError"),
-        *("HandleInUse", "InvalidHandle", "OutOfMemory", "OutOfRange", "ReasonCode", "TransferFailed"),
+        *("BackendClosed", "BackendUnavailable", "CompileFailed", "DeviceLost", "DeviceNotFound", "DeviceUnresponsive"),
+        *("GPUError", "HandleInUse", "InvalidHandle", "OutOfMemory", "OutOfRange", "ReasonCode", "TransferFailed"),
         *("Unsupported", "WrongLoop"),
     ),
     "gpurt.factory": (
@@ -141,7 +145,7 @@ _HOMES = {
     "gpurt.tensors": ("get_memory_manager", "to_device"),
     "gpurt.types": (
         *("BackendReport", "Capabilities", "DeviceIdentity", "DeviceKind", "DeviceState", "GPUDevice"),
-        *("MemoryHandle", "MemoryInfo", "Telemetry"),
+        *("Kernel", "MemoryHandle", "MemoryInfo", "Telemetry"),
     ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

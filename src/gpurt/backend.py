@@ -23,9 +23,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from gpurt.errors import OutOfRange, Unsupported
-from gpurt.types import GPUDevice, MemoryHandle, MemoryInfo
+from gpurt.types import GPUDevice, Kernel, MemoryHandle, MemoryInfo
 
 if TYPE_CHECKING:
+    import numpy as np
     from typing_extensions import Buffer
 
     from gpurt.memory.hostbuffer import HostBuffer
@@ -234,6 +235,53 @@ class GPUBackend(ABC):
             Unsupported: this device's memory cannot be addressed by the host.
         """
         raise Unsupported("device memory is not visible to the host", backend=self.name, device_id=handle.device_id)
+
+    async def compile(self, device_id: str, source: str, name: str) -> Kernel:
+        """Compile a kernel for a device. ``source`` is in a language of ``Capabilities.kernels``, ``name`` is the
+        kernel in it; the languages' conventions for parameters stand with the drivers.
+
+        A kernel lives until ``shutdown``. The same source and name on the same device are compiled once. Cancelled, it
+        returns at once; a compiler that has begun ends its work.
+
+        Raises:
+            CompileFailed: with the compiler's log.
+            Unsupported: this backend runs no kernels, or its compiler is not installed.
+        """
+        raise Unsupported("this backend runs no kernels", backend=self.name, device_id=device_id)
+
+    async def launch(
+        self,
+        kernel: Kernel,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[MemoryHandle | np.generic] = (),
+    ) -> None:
+        """Run a kernel over ``grid`` blocks of ``block`` threads, one to three numbers each; returns when it is done.
+
+        ``args`` are the kernel's parameters in order: allocations of the kernel's device, and NumPy scalars, whose
+        types must be those of the source (``numpy.float32(2)`` for a ``float``). Neither their number nor their types
+        can be compared with the source, nor can what the kernel reads and writes be kept inside its allocations: as
+        in any program, a wrong kernel may end the process. It takes its place in the order of every allocation that
+        it is given. Cancelled, it is dropped if it has not begun, and else runs to its end.
+
+        Raises:
+            InvalidHandle: a kernel or an allocation that is stale, foreign, freed, or of another device.
+            OutOfRange: not one to three positive numbers, a block over the device's ``max_threads_per_block``, or an
+                argument that is neither an allocation nor a NumPy scalar.
+        """
+        raise Unsupported("this backend runs no kernels", backend=self.name)
+
+    async def execute_kernel(
+        self,
+        name: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[MemoryHandle | np.generic],
+    ) -> bool:
+        """``launch`` by name: the kernel that was compiled last under ``name`` on the device of the first allocation
+        in ``args``. Returns True when it has run, and False when there is no such kernel; fails as ``launch`` does.
+        """
+        return False
 
     async def trim(self, device_id: str | None = None) -> int:
         """Give cached memory of one device, or of all, back to the device. Returns bytes freed."""

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from gpurt.errors import GPUError, OutOfMemory
+from gpurt.errors import GPUError, OutOfMemory, Unsupported
 from gpurt.types import Capabilities, GPUDevice, Telemetry
 
 API_VERSION = 1
@@ -124,6 +124,30 @@ class Driver(ABC):
     def load(self, index: int, mem: Any, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
         """Copy a range of an open file to ``mem[offset:]``; returns bytes, fewer only at the end of the file. Only
         with ``loads_files``."""
+        raise NotImplementedError
+
+    def compile(self, index: int, source: str, name: str) -> Any:
+        """Compile ``source`` for a device and return a token of the kernel ``name`` in it, good until ``close``. Only
+        where ``capabilities.kernels`` names a language; the source is in one of those.
+
+        ``name`` is an identifier of C, and each pair of source and name is asked for once per device. Nobody gives
+        tokens back: ``close`` lets go of all.
+
+        Raises:
+            CompileFailed: with the compiler's log; also if the source has no such kernel.
+            Unsupported: the compiler is not installed, with what to install.
+        """
+        raise Unsupported("this library runs no kernels", backend=self.name)
+
+    def launch(
+        self, index: int, kernel: Any, grid: tuple[int, int, int], block: tuple[int, int, int], args: Sequence[Any]
+    ) -> None:
+        """Run a kernel over ``grid`` blocks of ``block`` threads each; return when it is done.
+
+        ``args`` are memory tokens of the device and NumPy scalars (instances of ``numpy.generic``: booleans, integers,
+        and floats of four and eight bytes), in the order of the kernel's parameters. All numbers of ``grid`` and
+        ``block`` are at least 1, and a block has at most the device's ``max_threads_per_block``.
+        """
         raise NotImplementedError
 
     def host_alloc(self, nbytes: int) -> Any:

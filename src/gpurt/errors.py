@@ -13,6 +13,7 @@
     ├── OutOfMemory                  (MemoryError)   .requested_bytes and what was there
     ├── Unsupported                  (NotImplementedError)  this backend lacks the capability
     ├── TransferFailed               a copy or synchronisation failed in the library
+    ├── CompileFailed                a compiler refused the source of a kernel: .log
     └── DeviceLost                   sticky: every later call on that device fails at once
         └── DeviceUnresponsive       the driver has not answered for too long; clears when it does
 
@@ -52,8 +53,6 @@ class ReasonCode(StrEnum):
     """A plug-in was built for another version of gpurt's contracts."""
     WRONG_PLATFORM = "wrong_platform"
     """The backend does not exist on this operating system."""
-    NOT_IMPLEMENTED = "not_implemented"
-    """This version of gpurt has no driver for the backend yet."""
     NOT_RECORDED = "not_recorded"
     """Nobody was asked: it is of a recording that has no answer of the backend's own driver."""
     ERROR = "error"
@@ -192,6 +191,23 @@ class Unsupported(GPUError, NotImplementedError):
 
 class TransferFailed(GPUError):
     """A copy or a synchronisation failed inside the vendor library."""
+
+
+class CompileFailed(GPUError):
+    """A compiler refused the source of a kernel, or the source has no kernel of the name that was asked for.
+
+    Attributes:
+        log: what the compiler said, whole; empty where it said nothing.
+    """
+
+    _extra = ("log",)
+
+    def __init__(self, message: str, *, log: str = "", **context: Any) -> None:
+        super().__init__(message, **context)
+        self.log = log
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.log}" if self.log else super().__str__()
 
 
 class DeviceLost(GPUError):

@@ -27,6 +27,7 @@ from gpurt.errors import (
     WrongLoop,
 )
 from gpurt.job import Job
+from gpurt.kernel_table import KernelTable
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.memory.hostbuffer import HostPool
@@ -80,6 +81,7 @@ class GuardedBackend(GPUBackend):
         self._devices: tuple[GPUDevice, ...] = ()
         self._index: dict[str, int] = {}
         self._handles = HandleTable()
+        self._kernels = KernelTable()
         self._opening: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._open = False

@@ -70,3 +70,8 @@ def _text(value: str | bytes | None) -> str:
         # Libraries hand out fixed C arrays: what follows the first NUL is left over.
         value = value.split(b"\0", 1)[0].decode("ascii", "replace")
     return (value or "").strip()
+
+
+def luid_identity(luid: str, fallback: str) -> DeviceIdentity:
+    """Of an adapter of Windows of which no more is told: the same for every interface, until the next boot."""
+    return device_identity(fallback=fallback).model_copy(update={"key": f"luid:{luid}", "uuid": f"LUID-{luid}"})

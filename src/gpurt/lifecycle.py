@@ -18,6 +18,7 @@ from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceUnresponsive, ReasonCode
 from gpurt.guard import GuardedBackend
 from gpurt.job import NOTHING, Job
+from gpurt.kernel_table import KernelTable
 from gpurt.memory.allocator import Allocator
 from gpurt.memory.handles import Allocation, HandleTable
 from gpurt.memory.hostbuffer import HostPool
@@ -106,7 +107,7 @@ class DriverLifecycle(GuardedBackend):
             raise BackendUnavailable(f"{type(exc).__name__}: {exc}", reason=reason, backend=self.name) from exc
         self._devices = devices
         self._index = {device.device_id: index for index, device in enumerate(devices)}
-        self._handles = HandleTable()
+        self._handles, self._kernels = HandleTable(), KernelTable()
         limits = {device.device_id: self._limit_of(device) for device in devices}
         self._allocator = Allocator(self.driver, self.ledger, limits, self._pool_bytes)
         self._host_pool = HostPool(self.driver, self._host_buffer_limit)
@@ -155,7 +156,7 @@ class DriverLifecycle(GuardedBackend):
             if self._dispatch is dispatch:
                 self._dispatch = None
                 self._open = self._driver_open = False
-                self._handles = HandleTable()
+                self._handles, self._kernels = HandleTable(), KernelTable()
                 self._devices, self._index = (), {}
                 self._closing = None
 

@@ -50,6 +50,7 @@ BUILTIN_BACKENDS: Final[Mapping[str, str]] = MappingProxyType(
         "directml": "gpurt.backends.directml_backend:create",
         "vulkan": "gpurt.backends.vulkan_backend:create",
         "tflite": "gpurt.backends.tflite_gpu_backend:create",
+        "opencl": "gpurt.backends.opencl_backend:create",
     }
 )
 

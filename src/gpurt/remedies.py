@@ -5,27 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gpurt.backends.cupy_runtime import CUDA_INSTALL_HINT
+from gpurt.backends.advice import DRIVER, INSTALL, PERMISSION
 from gpurt.errors import ReasonCode
-
-_INSTALL: Final[Mapping[str, str]] = {
-    # Package names as on PyPI; the extras are those of pyproject.toml.
-    "cuda": CUDA_INSTALL_HINT,
-    "opencl": "pip install 'gpurt[opencl]'  # pyopencl; and the vendor's OpenCL driver",
-    "cpu": "pip install --force-reinstall numpy",
-}
-
-_DRIVER: Final[Mapping[str, Mapping[str, str]]] = {
-    "cuda": {
-        "linux": "install the NVIDIA driver (nvidia-smi must work); if it is installed: sudo modprobe nvidia",
-        "win32": "install the NVIDIA driver from nvidia.com",
-    },
-    "rocm": {
-        "linux": "load the amdgpu kernel driver (/dev/kfd must exist): sudo modprobe amdgpu",
-        "win32": "install AMD's driver with HIP support",
-    },
-    "vulkan": {"linux": "install the vendor's Vulkan driver, e.g. mesa-vulkan-drivers"},
-}
 
 _MORE_TIME: Final = "give it more time (probe_timeout, --timeout): 10 seconds are the default, 30 the first time"
 
@@ -42,25 +23,19 @@ _VISIBILITY: Final[Mapping[str, str]] = {
     "opencl": "GPU_DEVICE_ORDINAL",
 }
 
-_PERMISSION: Final[Mapping[str, str]] = {
-    "cuda": "give this user access to /dev/nvidia*; in a container start it with --gpus all",
-    "rocm": "sudo usermod -aG render,video $USER and log in again; in a container --device /dev/kfd --device /dev/dri",
-    "vulkan": "sudo usermod -aG render,video $USER and log in again; in a container --device /dev/dri",
-}
-
 
 def remedy(reason: ReasonCode, backend: str, platform: str) -> str:
     """What a person can do about ``reason`` of ``backend`` on ``platform``. Never empty."""
     match reason:
         case ReasonCode.NO_LIBRARY:
-            return _INSTALL.get(backend, f"install the library that backend {backend} needs")
+            return INSTALL.get(backend, f"install the library that backend {backend} needs")
         case ReasonCode.NO_DRIVER:
             generic = f"install the driver that backend {backend} needs"
-            return _DRIVER.get(backend, {}).get(platform, generic)
+            return DRIVER.get(backend, {}).get(platform, generic)
         case ReasonCode.DRIVER_MISMATCH:
             return "reboot, or unload and reload the kernel module: the driver was upgraded while it was loaded"
         case ReasonCode.NO_PERMISSION:
-            return _PERMISSION.get(backend, "give this user access to the device nodes, or run in their group")
+            return PERMISSION.get(backend, "give this user access to the device nodes, or run in their group")
         case ReasonCode.HIDDEN_BY_ENVIRONMENT:
             return f"unset {_VISIBILITY.get(backend, 'the visibility variables')}, or name the devices to use in it"
         case ReasonCode.NO_DEVICE:
@@ -77,8 +52,6 @@ def remedy(reason: ReasonCode, backend: str, platform: str) -> str:
             return f"upgrade the package that provides backend {backend}, or gpurt, so that their versions agree"
         case ReasonCode.WRONG_PLATFORM:
             return "nothing: this operating system does not have it"
-        case ReasonCode.NOT_IMPLEMENTED:
-            return "nothing yet: a later version of gpurt will have it"
         case ReasonCode.NOT_RECORDED:
             return "nothing: a recording is looked at, not used"
         case ReasonCode.ERROR:

@@ -2,7 +2,8 @@
 
 Each method here checks its arguments, submits one job and awaits it. What stands around it lives elsewhere: the door
 and error translation in :mod:`gpurt.guard`, opening and closing in :mod:`gpurt.lifecycle`, copies in
-:mod:`gpurt.copies`, threads, cancellation and the hang clock in :mod:`gpurt.dispatch`, order in :mod:`gpurt.order`.
+:mod:`gpurt.copies`, kernels in :mod:`gpurt.kernels`, threads, cancellation and the hang clock in
+:mod:`gpurt.dispatch`, order in :mod:`gpurt.order`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from gpurt.copies import DriverCopies
 from gpurt.dispatch import Dispatcher
 from gpurt.errors import DeviceLost, GPUError, HandleInUse, InvalidHandle, OutOfRange, Unsupported
 from gpurt.job import NOTHING, Job
+from gpurt.kernels import DriverKernels
 from gpurt.memory.elements import DType, Shape
 from gpurt.memory.handles import Allocation, brief, whole_number
 from gpurt.memory.hostbuffer import HostBuffer
@@ -23,7 +25,7 @@ from gpurt.memory.views import DeviceView
 from gpurt.types import DeviceState, MemoryHandle, MemoryInfo, Telemetry
 
 
-class DriverBackend(DriverCopies):
+class DriverBackend(DriverCopies, DriverKernels):
     """A backend over ``driver``. See :class:`gpurt.backend.GPUBackend` for what each method promises.
 
     Args:

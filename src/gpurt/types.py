@@ -237,6 +237,10 @@ class Capabilities(BaseModel):
     """``load`` copies ranges of open files to the device by itself."""
     pins_memory: bool = False
     """``host_alloc`` gives page-locked host memory, which copies go to and from without a detour."""
+    kernels: frozenset[str] = frozenset()
+    """Languages of source that ``compile`` takes: ``c cuda hip opencl``, or others; empty where there are no kernels.
+    Names, not a plain yes: a kernel is written once for each language, and by them a caller picks its text. Whether
+    the compiler itself is installed shows at the first ``compile``; asking when the driver opens would load it."""
     pools_memory: bool = False
     """The library keeps freed memory itself, so gpurt must not pool on top."""
     pool_bytes: int = Field(default=0, ge=0)
@@ -249,6 +253,18 @@ class Capabilities(BaseModel):
     """Large copies are split here: the longest a cancelled copy keeps running."""
     max_allocation_bytes: int | None = None
     """The largest single allocation that the library accepts, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Names a kernel that was compiled for one device. As a handle, it holds no pointer, and is refused by any other
+    instance, process or run: it dies with ``shutdown``.
+    """
+
+    kernel_id: int
+    device_id: str
+    name: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

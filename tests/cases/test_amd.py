@@ -140,7 +140,7 @@ def test_amd_8_ids_of_64_bits_are_text(tmp_path: Path) -> None:
 async def test_amd_6_the_next_backend_is_taken_with_the_reason(tmp_path: Path) -> None:
     await asyncio.to_thread(trees.mi210_host, tmp_path)
     (tmp_path / "dev/kfd").unlink()
-    refused = ProbeLine(stage="failed", reason=ReasonCode.NOT_IMPLEMENTED, message="this version has no ROCm driver")
+    refused = ProbeLine(stage="failed", reason=ReasonCode.NO_LIBRARY, message="CuPy for ROCm is not installed")
     said = Said(rocm=outcome(await asyncio.to_thread(seen, tmp_path), refused))
     result = await said.discover(tmp_path / "r.json", backends=["rocm", "toy"], root=tmp_path)
     assert result.backend_name == "toy"

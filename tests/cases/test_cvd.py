@@ -158,7 +158,7 @@ def four_of_amd(tmp_path: Path) -> Path:
 
 async def with_rocm(root: Path, **variables: str) -> tuple[list[int], str]:
     """Numbers of the cards that ROCm may show, and what the report says."""
-    refused = ProbeLine(stage="failed", reason=ReasonCode.NOT_IMPLEMENTED, message="no ROCm driver")
+    refused = ProbeLine(stage="failed", reason=ReasonCode.NO_LIBRARY, message="no CuPy for ROCm")
     said = Said(rocm=outcome(await asyncio.to_thread(look, "rocm", root, environ=variables), refused))
     result = await said.discover(root / "r.json", variables, backends=["rocm", "toy"], root=root)
     shown = [device for device in result.devices if device.backend == "rocm"]

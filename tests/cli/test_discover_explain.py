@@ -102,7 +102,7 @@ def test_nobody_is_sent_in_a_circle_by_a_program_that_looks_like_a_device() -> N
     outcome = ProbeOutcome(
         sighted=(pipe,),
         sighting_failure=Failure(ReasonCode.NO_DEVICE, "Vulkan shows software adapters alone: llvmpipe"),
-        failure=Failure(ReasonCode.NOT_IMPLEMENTED, "this version of gpurt has no Vulkan driver yet"),
+        failure=Failure(ReasonCode.NO_LIBRARY, "the Python package vulkan is not installed"),
     )
     answer = assemble("vulkan", outcome, environ={}, platform="linux")
     found = explained(result(*answer.devices, cpu(), reports=[answer.report, ok("cpu")]))
@@ -113,10 +113,10 @@ def test_nobody_is_sent_in_a_circle_by_a_program_that_looks_like_a_device() -> N
     assert "seated" not in (backend.todo or "")
     assert "seated" not in (answer.report.hint or "")
     assert "name its backend" not in (sentence.todo or "")
-    assert "no Vulkan driver yet" in sentence.text
+    assert "is not installed" in sentence.text
     assert "unknown (unknown" not in of(found, "memory", "vulkan:0").text
     table = [part.plain for part in render(result(*answer.devices)) if isinstance(part, Text)]
-    assert table == ["vulkan:0: software adapter, and gpurt has no Vulkan driver yet"]
+    assert table == ["vulkan:0: no_library: software adapter, and the Python package vulkan is not installed"]
     driven = device(0, backend="opencl", kind=DeviceKind.SOFTWARE, usable=False)
     assert "GPURT_BACKEND=opencl" in (of(explained(result(driven)), "device").todo or "")
 

@@ -13,9 +13,9 @@ import pytest
 
 import gpurt
 from gpurt.backend import GPUBackend, byte_view
-from gpurt.errors import GPUError, OutOfRange
+from gpurt.errors import GPUError, OutOfRange, Unsupported
 from gpurt.testing.kit.base import load_factory
-from gpurt.types import MemoryHandle
+from gpurt.types import Kernel, MemoryHandle
 
 ABSTRACT = {
     "initialize",
@@ -157,6 +157,11 @@ async def test_concrete_methods_work_on_the_fourteen_alone() -> None:
                 await backend.copy_into(handle, b"abc")
             with pytest.raises(NotImplementedError):
                 await backend.view(handle)
+            with pytest.raises(Unsupported):
+                await backend.compile("minimal:0", "void f(void) {}", "f")
+            with pytest.raises(Unsupported):
+                await backend.launch(Kernel(1, "minimal:0", "f", 1), 1, 1)
+            assert await backend.execute_kernel("f", 1, 1, [handle]) is False
             assert await backend.trim() == 0
         assert backend.freed == [handle]
 

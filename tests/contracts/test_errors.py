@@ -7,7 +7,15 @@ import pickle
 import pytest
 
 from gpurt import errors
-from gpurt.errors import BackendUnavailable, DeviceLost, DeviceUnresponsive, GPUError, OutOfMemory, ReasonCode
+from gpurt.errors import (
+    BackendUnavailable,
+    CompileFailed,
+    DeviceLost,
+    DeviceUnresponsive,
+    GPUError,
+    OutOfMemory,
+    ReasonCode,
+)
 
 BUILT_INS = {
     "DeviceNotFound": LookupError,
@@ -66,6 +74,15 @@ def test_numbers_of_out_of_memory_survive() -> None:
     numbers = (twin.requested_bytes, twin.free_bytes, twin.total_bytes, twin.limit_bytes, twin.pooled_bytes)
     assert numbers == (9, 4, 8, 5, 0)
     assert OutOfMemory("no", requested_bytes=9).free_bytes is None
+
+
+def test_log_of_a_compiler_is_kept_and_shown() -> None:
+    log = "kernel.c:3: error: 'n' undeclared\n1 error"
+    error = CompileFailed("the compiler refuses the source", log=log, device_id="cpu:0", hint="declare it")
+    assert str(error) == f"cpu:0: the compiler refuses the source (declare it)\n{log}"
+    twin = pickle.loads(pickle.dumps(error))
+    assert (twin.log, str(twin)) == (log, str(error))
+    assert str(CompileFailed("no compiler answered")) == "no compiler answered"
 
 
 def test_unavailable_hints_at_the_installation() -> None:

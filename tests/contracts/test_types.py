@@ -16,6 +16,7 @@ from gpurt.types import (
     DeviceKind,
     DeviceState,
     GPUDevice,
+    Kernel,
     MemoryHandle,
     MemoryInfo,
     Telemetry,
@@ -103,6 +104,19 @@ def test_report_answers_both_ways() -> None:
     assert set(report.keys()) == set(BackendReport.model_fields)
     assert next(iter(report.items())) == ("name", "cuda")
     assert report.values()[1] == "unavailable"
+
+
+def test_kernel_is_a_small_frozen_value() -> None:
+    kernel = Kernel(1, "cpu:0", "field_add", 99)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kernel.name = "field_mul"
+    assert not hasattr(kernel, "__dict__")
+    assert pickle.loads(pickle.dumps(kernel)) == kernel
+
+
+def test_kernels_are_languages_and_none_by_default() -> None:
+    assert Capabilities().kernels == frozenset()
+    assert "cuda" in Capabilities(kernels=frozenset({"cuda"})).kernels
 
 
 def test_handle_is_a_small_frozen_value() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gpurt.backends.undriven import TITLES, refusal
 from gpurt.discovery.gate import gate
 from gpurt.discovery.line import ProbeLine
 from gpurt.discovery.result import DiscoveryResult
@@ -95,11 +94,7 @@ class _Prober:
         def look() -> None:
             for line in steps(name, environ=environ, root=machine.root, tables=machine.tables):
                 transcript.add(ProbeLine.model_validate_json(line.model_dump_json()))
-            if name in TITLES:
-                exc = refusal(name, platform=self._platform, root=machine.root)
-                transcript.fail(Failure(exc.reason, exc.message, exc.hint))
-            else:
-                transcript.fail(Failure(ReasonCode.NO_LIBRARY, "its package is not installed", "install it"))
+            transcript.fail(Failure(ReasonCode.NO_LIBRARY, "its package is not installed", "install it"))
 
         await asyncio.to_thread(look)
         return transcript.outcome(1.0)

@@ -56,10 +56,10 @@ async def test_a_card_is_listed_with_all_that_the_kernel_knows(machine: Machine)
     assert card.identity is not None
     assert (card.identity.pci_address, card.identity.serial) == ("00000000:03:00.0", "692231000131")
     assert (card.usable, card.state, card.numa_node) == (False, DeviceState.HEALTHY, 1)
-    assert (card.state_reason or "").startswith("not_implemented: ")
+    assert (card.state_reason or "").startswith("no_library: ")
     report = report_of(result, "rocm")
-    assert report.reason is ReasonCode.NOT_IMPLEMENTED
-    assert "1 device cannot be used through it yet" in report.message
+    assert report.reason is ReasonCode.NO_LIBRARY
+    assert "1 device cannot be used without it" in report.message
     assert report.hint
     assert report.device_ids == (card.device_id,)
     assert result.backend_name == "cpu"
@@ -220,13 +220,13 @@ def test_the_gate_asks_nobody_where_there_is_no_such_card(tmp_path: Path) -> Non
         return failure.reason if failure else None
 
     assert check("rocm", vendor="0x10de") is ReasonCode.NO_DEVICE
-    assert check("rocm", vendor="0x1002") is ReasonCode.NOT_IMPLEMENTED  # another device of theirs
+    assert check("rocm", vendor="0x1002") is ReasonCode.NO_LIBRARY  # another device of theirs
     # Every board for Intel's processors is full of Intel's devices.
-    assert check("vulkan", vendor="0x8086") is ReasonCode.NOT_IMPLEMENTED
+    assert check("vulkan", vendor="0x8086") is ReasonCode.NO_LIBRARY
     graphics = {"vendor": "0x8086", "class": "0x030000"}
     assert check("vulkan", **graphics) is None
     assert check("rocm", **(graphics | {"vendor": "0x1002"})) is None
-    assert check("rocm") is ReasonCode.NOT_IMPLEMENTED
+    assert check("rocm") is ReasonCode.NO_LIBRARY
 
 
 def test_nothing_is_said_of_cards_where_no_file_could_tell_of_them(machine: Machine) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gpurt.discovery.examine import Request, examine
 from gpurt.discovery.line import ProbeLine
 from gpurt.discovery.service import GPUDiscoveryService
-from gpurt.errors import ReasonCode
+from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.sources.nvml_table import read_nvml
 from gpurt.types import DeviceKind, DeviceState
 from tests.discovery.sight_rig import GIB, Machine, gpus, machine, report_of
@@ -302,11 +302,15 @@ class TestLive:
         def ask() -> None:
             raise AssertionError("a driver was loaded")
 
+        def refuse(name: str, *_: object) -> None:
+            raise BackendUnavailable("not installed", backend=name, reason=ReasonCode.NO_LIBRARY)
+
         monkeypatch.setattr("gpurt.sources.vulkan_query.query_vulkan", ask)
+        monkeypatch.setattr("gpurt.discovery.contact.contact", refuse)
         lines: list[ProbeLine] = []
         examine("vulkan", lines.append, Request, may_die=False)
         assert [line.stage for line in lines] == ["doing", "failed"]
-        assert lines[-1].reason is ReasonCode.NOT_IMPLEMENTED
+        assert lines[-1].reason is ReasonCode.NO_LIBRARY
         lines.clear()
         examine("vulkan", lines.append, Request)
         seen = [line for line in lines if line.stage == "sighted"]

@@ -38,7 +38,7 @@ class TestVulkan:
         result = await machine.discover("vulkan")
         (found,) = gpus(result)
         assert (found.kind, found.usable) == (DeviceKind.SOFTWARE, False)
-        assert found.state_reason == "software adapter: used only when asked for"
+        assert found.state_reason == "no_library: software adapter, and its package is not installed"
         assert report_of(result, "vulkan").reason is ReasonCode.NO_DEVICE
         assert "software adapters alone: llvmpipe" in report_of(result, "vulkan").message
         assert result.backend_name == "cpu"
@@ -122,8 +122,8 @@ class TestWindows:
         assert (inside.kind, inside.unified_memory) == (DeviceKind.INTEGRATED_GPU, True)
         assert inside.memory_bytes == 134217728 + 16 * GIB
         assert found["Microsoft Basic Render Driver"].kind is DeviceKind.SOFTWARE
-        assert report_of(self.result, "directml").reason is ReasonCode.NOT_IMPLEMENTED
-        assert "2 devices cannot be used through it yet" in report_of(self.result, "directml").message
+        assert report_of(self.result, "directml").reason is ReasonCode.NO_LIBRARY
+        assert "2 devices cannot be used without it" in report_of(self.result, "directml").message
 
     async def test_dml1_warp_and_remote_sessions_are_no_devices(self, machine: Machine) -> None:
         found = await self.discover(machine, dxgi.WARP, dxgi.REMOTE)
@@ -156,7 +156,7 @@ class TestApple:
         assert (found.memory_bytes, found.unified_memory) == (128 * GIB, True)
         line = await _off(machine.sight, "metal")
         assert line.devices[0].memory_usable_bytes == apple.STOCK
-        assert report_of(self.result, "metal").reason is ReasonCode.NOT_IMPLEMENTED
+        assert report_of(self.result, "metal").reason is ReasonCode.NO_LIBRARY
 
     async def test_apl2_without_a_metal_device_the_gpu_is_listed_with_the_reason(self, machine: Machine) -> None:
         (found,) = await self.discover(machine, mlx={"available": False})

@@ -118,7 +118,7 @@ class TestBudget:
         driver, _ = opened(CPUDriver(root=root))
         asked: list[int] = []
         monkeypatch.setattr(np, "empty", lambda size, dtype: asked.append(size))
-        with pytest.raises(MemoryError, match=r"629,145,600 bytes asked for on cpu:0, 536,870,912 free"):
+        with pytest.raises(MemoryError, match=r"629,145,600 bytes asked for on cpu:0, .*536,870,912"):
             driver.alloc(0, 600 * MIB)
         assert asked == []
 

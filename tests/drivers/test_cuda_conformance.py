@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.fake_cuda import FakeNvml, FakeRuntime, install, install_nvml, nvml_record
+from tests.support.cupy_backends import stand_in_cuda
 
 from gpurt.backends.cuda_backend import CUDADriver
 from gpurt.testing import DriverConformance
@@ -12,14 +12,12 @@ from gpurt.testing import DriverConformance
 class TestPeers(DriverConformance):
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch) -> CUDADriver:
-        install(monkeypatch)
-        install_nvml(monkeypatch, FakeNvml([nvml_record(0), nvml_record(1)]))
+        stand_in_cuda(monkeypatch)
         return CUDADriver(environ={})
 
 
 class TestDeniedPeers(DriverConformance):
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch) -> CUDADriver:
-        install(monkeypatch, FakeRuntime(peers=False))
-        install_nvml(monkeypatch, FakeNvml([nvml_record(0), nvml_record(1)]))
+        stand_in_cuda(monkeypatch, peers=False)
         return CUDADriver(environ={})

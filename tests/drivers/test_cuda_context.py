@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpurt.backends.cuda_properties import read_properties
+from gpurt.backends.cupy.cuda_properties import read_properties
 
 SLOW_TO_LOAD = """
 #include <stdlib.h>
@@ -24,7 +24,7 @@ int cuInit(unsigned int flags) { return (int)flags; }
 
 PROGRAM = """
 import os, sys, threading
-from gpurt.backends.cuda_context import PrimaryContexts
+from gpurt.backends.cupy.cuda_context import PrimaryContexts
 entered, say_entered = os.pipe()
 answered, answer = os.pipe()
 os.environ |= {"ENTERED_FD": str(say_entered), "ANSWER_FD": str(answered)}

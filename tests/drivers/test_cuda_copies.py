@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from tests.support.fake_cuda import MIB, CUDARuntimeError, FakeNvml, FakeRuntime, install, install_nvml, nvml_record
 
-from gpurt.backends import copy_tuning, host_copies, staging, staging_member
-from gpurt.backends.copy_tuning import CopyTuning, smallest_worth_striping
 from gpurt.backends.cuda_backend import CUDABackend, CUDADriver
-from gpurt.backends.pinned import PinnedHost
-from gpurt.backends.transfer import cut
+from gpurt.backends.cupy import copy_tuning, host_copies, staging, staging_member
+from gpurt.backends.cupy.copy_tuning import CopyTuning, smallest_worth_striping
+from gpurt.backends.cupy.pinned import PinnedHost
+from gpurt.backends.cupy.transfer import cut
 from gpurt.errors import OutOfMemory, TransferFailed
 
 KIB = 1 << 10

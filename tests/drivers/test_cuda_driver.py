@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from tests.support.fake_cuda import (
     nvml_record,
 )
 
-from gpurt.backends.bounce import BOUNCE_BYTES
 from gpurt.backends.cuda_backend import CUDABackend, CUDADriver, create
-from gpurt.backends.cuda_context import PrimaryContexts
+from gpurt.backends.cupy.bounce import BOUNCE_BYTES
+from gpurt.backends.cupy.cuda_context import PrimaryContexts
 from gpurt.errors import BackendUnavailable, DeviceLost, OutOfMemory, ReasonCode
 from gpurt.sources.nvml import NvmlPartition
 from gpurt.types import DeviceKind, DeviceState
@@ -435,7 +436,7 @@ def test_cupy_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Any:
         raise ImportError("libamdhip64.so.7: cannot open shared object file\nlong banner")
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr("importlib.import_module", fail)
     error = refusal()
     assert error.reason is ReasonCode.NO_LIBRARY

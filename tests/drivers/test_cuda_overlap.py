@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from tests.support.fake_cuda import MIB, FakeNvml, FakeRuntime, install, install_nvml, nvml_record
 
-from gpurt.backends import copy_tuning, host_copies, staging, staging_member
-from gpurt.backends.copy_tuning import CopyTuning
 from gpurt.backends.cuda_backend import CUDABackend
+from gpurt.backends.cupy import copy_tuning, host_copies, staging, staging_member
+from gpurt.backends.cupy.copy_tuning import CopyTuning
 
 WAIT = 5.0
 THREADS = 3

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.support.fake_cuda import MIB, CUDARuntimeError, FakeNvml, FakeRuntime, install, install_nvml, nvml_record
 
-from gpurt.backends import bounce
 from gpurt.backends.cuda_backend import CUDABackend, CUDADriver
+from gpurt.backends.cupy import bounce
 from gpurt.errors import TransferFailed
 
 DEVICES = 3

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tests.support.fake_cuda import MIB, CUDARuntimeError, FakeRuntime
 
-from gpurt.backends import staging, staging_member
-from gpurt.backends.staging import Crew, crew_size, join_crew, leave_crew
-from gpurt.backends.transfer import Download, Transfer, Upload, cut
+from gpurt.backends.cupy import staging, staging_member
+from gpurt.backends.cupy.staging import Crew, crew_size, join_crew, leave_crew
+from gpurt.backends.cupy.transfer import Download, Transfer, Upload, cut
 from gpurt.errors import GPUError
 
 KIB = 1 << 10
@@ -431,8 +431,8 @@ PROGRAM = """
 import os, sys, threading
 import numpy as np
 from tests.support.fake_cuda import FakeRuntime
-from gpurt.backends import staging
-from gpurt.backends.transfer import Upload, cut
+from gpurt.backends.cupy import staging
+from gpurt.backends.cupy.transfer import Upload, cut
 runtime = FakeRuntime()
 runtime.setDevice(0)
 staging.crew_size = lambda: 3

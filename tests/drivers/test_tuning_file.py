@@ -17,10 +17,10 @@ import pytest
 from filelock import FileLock
 from tests.support.fake_cuda import MIB, FakeNvml, FakeRuntime, install, install_nvml, nvml_record
 
-from gpurt.backends import copy_tuning, host_copies, staging, staging_member, tuning_file
-from gpurt.backends.copy_tuning import CopyTuning
 from gpurt.backends.cuda_backend import CUDABackend, CUDADriver
-from gpurt.backends.tuning_file import TuningFile
+from gpurt.backends.cupy import copy_tuning, host_copies, staging, staging_member, tuning_file
+from gpurt.backends.cupy.copy_tuning import CopyTuning
+from gpurt.backends.cupy.tuning_file import TuningFile
 from gpurt.registry.measured import MeasuredFile
 
 FROM = 256 << 10
@@ -114,9 +114,9 @@ import sys
 from pathlib import Path
 import pytest
 from tests.support.fake_cuda import FakeNvml, FakeRuntime, install, install_nvml, nvml_record
-from gpurt.backends import host_copies
+from gpurt.backends.cupy import host_copies
 from gpurt.backends.cuda_backend import CUDADriver
-from gpurt.backends.tuning_file import TuningFile
+from gpurt.backends.cupy.tuning_file import TuningFile
 patch = pytest.MonkeyPatch()
 install_nvml(patch, FakeNvml([nvml_record(0), nvml_record(1)]))
 runtime = install(patch, FakeRuntime())

@@ -23,12 +23,17 @@ async def test_every_refusal_has_a_remedy() -> None:
 
 @pytest.mark.parametrize("name", ["rocm", "vulkan", "metal", "directml", "tflite"])
 async def test_the_same_remedy_as_discovery(name: str, tmp_path: Path) -> None:
-    with pytest.raises(BackendUnavailable) as caught:
-        await create_backend(name)
+    try:
+        backend = await create_backend(name)
+    except BackendUnavailable as exc:
+        refused = exc
+    else:
+        await backend.shutdown()
+        pytest.skip(f"{name} can be used here")
     async with GPUDiscoveryService(tmp_path / "r.json", backends=[name, "cpu"]) as service:
         report = (await service.discover_all_devices()).reports[0]
-    assert caught.value.hint
-    assert (caught.value.reason, caught.value.hint) == (report.reason, report.hint)
+    assert refused.hint
+    assert (refused.reason, refused.hint) == (report.reason, report.hint)
 
 
 async def test_simulated_devices_are_not_chosen_by_name() -> None:

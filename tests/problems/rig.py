@@ -88,7 +88,7 @@ class Tree:
             transcript = Transcript()
             for line in steps(name, environ=environ, root=self.root, tables=self._tables):
                 transcript.add(line)
-            transcript.fail(Failure(ReasonCode.NOT_IMPLEMENTED, f"no driver for {name} yet"))
+            transcript.fail(Failure(ReasonCode.NO_LIBRARY, f"the library of {name} is not installed"))
             return transcript.outcome(1.0)
 
         return await asyncio.to_thread(look)

@@ -456,9 +456,9 @@ async def test_d22_hosts_of_other_vendors_have_their_devices_listed(tmp_path: Pa
     (card,) = (each for each in result.devices if each.backend == "rocm")
     assert (card.name, card.vendor, card.memory_bytes) == ("AMD Instinct MI210", "amd", 68702699520)
     assert card.stable_id == trees.MI210_UUID
-    # Listed, and why it is not used: gpurt has no driver for it yet.
+    # Listed, and why it is not used: its library is not installed.
     assert not card.usable
-    assert "not_implemented" in (card.state_reason or "")
+    assert "no_library" in (card.state_reason or "")
     trees.intel_host(other)
     result = await Tree(other).discover("vulkan", "cpu")
     shown = [each for each in result.devices if each.backend == "vulkan"]

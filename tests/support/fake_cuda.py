@@ -160,9 +160,11 @@ class FakeRuntime(ModuleType):
 
     def memGetInfo(self) -> tuple[int, int]:
         self.calls.append("memGetInfo")
+        return self.capacity - self.used_bytes(self.current), self.capacity
+
+    def used_bytes(self, device: int) -> int:
         with self._lock:
-            used = sum(each.size for each in self.live.values() if each.device == self.current)
-        return self.capacity - used, self.capacity
+            return sum(each.size for each in self.live.values() if each.device == device)
 
     def malloc(self, size: int) -> int:
         self.calls.append("malloc")
@@ -319,6 +321,23 @@ class FakeNvml:
         self.closed += 1
 
 
+class LiveNvml(FakeNvml):
+    """NVML over the stand-in runtime's own figures: what is allocated there is used."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        total = runtime.capacity
+        count = len(runtime.properties)
+        super().__init__([nvml_record(n, memory_total_bytes=total, memory_free_bytes=total) for n in range(count)])
+        self._runtime = runtime
+
+    def telemetry(self, address: str) -> Telemetry:
+        index = next(each.index for each in self._records if each.pci_address == address)
+        used = self._runtime.used_bytes(index)
+        figures = {"memory_total_bytes": self._runtime.capacity, "memory_used_bytes": used}
+        figures |= {"memory_free_bytes": self._runtime.capacity - used, "memory_reserved_bytes": 0}
+        return super().telemetry(address).model_copy(update=figures)
+
+
 def nvml_record(index: int, **fields: Any) -> NvmlDevice:
     """What NVML says of fake CUDA device ``index``."""
     known: dict[str, Any] = {
@@ -329,6 +348,12 @@ def nvml_record(index: int, **fields: Any) -> NvmlDevice:
         "memory_free_bytes": 60 * MIB,
     }
     return NvmlDevice(index, **(known | fields))
+
+
+def installed() -> FakeRuntime | None:
+    """The stand-in that ``install`` has put into this process."""
+    there = sys.modules.get("cupy_backends.cuda.api.runtime")
+    return there if isinstance(there, FakeRuntime) else None
 
 
 def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime | None = None) -> FakeRuntime:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import platform
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from gpurt.backend import GPUBackend
+from gpurt.backends.cpu.budget import CPUBudget
+from gpurt.backends.cpu.kernels import LANGUAGES, CPUKernels
+from gpurt.backends.cpu.record import cpu_devices, cpu_telemetry
 from gpurt.driver import Driver
 from gpurt.shell import DriverBackend
-from gpurt.sources import host
-from gpurt.types import Capabilities, DeviceIdentity, DeviceKind, GPUDevice, Telemetry
+from gpurt.types import Capabilities, GPUDevice, Telemetry
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Array = NDArray[np.uint8]
-
-_BUDGET_SECONDS = 0.1  # reading /proc and the cgroups takes 0.2 ms, an allocation 0.01 ms
 
 UNDER_THE_GIL: Final = 64 << 10
 """Copies up to here keep the GIL, whose hand-over costs more than they do: 1.5 µs from cache, 10 µs from memory."""
@@ -43,6 +40,7 @@ class CPUDriver(Driver):
         threading="queue",
         p2p=True,
         host_visible=True,
+        kernels=LANGUAGES,
         # One memcpy: in shorter ones the C library does not write past the caches, which costs a quarter.
         chunk_bytes=256 << 20,
         # Fresh host memory is filled at the rate of page faults, a tenth of what touched memory takes.
@@ -67,74 +65,28 @@ class CPUDriver(Driver):
         if devices < 1 or (memory_limit is not None and memory_limit < 0):
             raise ValueError(f"devices must be positive and memory_limit not negative: {devices}, {memory_limit}")
         self._limit, self._count, self._root, self._taken = memory_limit, devices, root, taken
-        self._lock = threading.Lock()
-        self._live = [0] * devices
-        self._idle_rss = 0
-        self._measured, self._measured_at = 0, float("-inf")
+        self._kernels = CPUKernels()
 
     def open(self) -> Sequence[GPUDevice]:
-        import numpy as np
-
-        self._live = [0] * self._count
-        self._idle_rss, self._measured_at = host.resident_bytes(), float("-inf")
-        memory, cpu, clock = host.memory_budget(self._root), host.cpu_info(self._root), host.cpu_clock_mhz(highest=True)
-        key = f"host:{host.host_fingerprint(self._root)}"
-        usable, source = memory.usable_bytes // self._count, memory.source
-        if self._limit is not None and self._limit < usable:
-            usable, source = self._limit, "limit"
-        return tuple(
-            GPUDevice(
-                device_id=f"{self.name}:{index}",
-                name=cpu.name,
-                vendor=cpu.vendor,
-                backend=self.name,
-                compute_capability=cpu.instruction_set,
-                memory_bytes=memory.total_bytes // self._count,
-                memory_available=memory.usable_bytes // self._count,
-                compute_units=max(1, host.cpu_count(self._root) // self._count),
-                tensor_core_count=0,
-                max_threads_per_block=None,
-                clock_rate_mhz=clock,
-                bandwidth_gbps=None,
-                support_level="full",
-                driver_version=f"numpy {np.__version__}, {platform.system()} {platform.release()}",
-                backend_name="numpy",
-                identity=DeviceIdentity(key=key)
-                if self._count == 1
-                else DeviceIdentity(key=f"{key}/{index}", partition=str(index)),
-                kind=DeviceKind.CPU,
-                memory_usable_bytes=usable,
-                memory_usable_source=source,
-                memory_pool_id=key,
-                backends=(self.name,),
-            )
-            for index in range(self._count)
-        )
+        devices = cpu_devices(self.name, self._count, self._limit, self._root)
+        self._budget = CPUBudget(self.name, limit=self._limit, devices=self._count, root=self._root, taken=self._taken)
+        self._kernels.threads = devices[0].compute_units or 1
+        return devices
 
     def attach(self, index: int) -> None: ...
 
     def alloc(self, index: int, nbytes: int) -> Array:
         import numpy as np
 
-        with self._lock:
-            # Checked here because Linux would grant more than there is, and kill the process once it is touched.
-            free = self._free(index)
-            if nbytes > free:
-                free = self._free(index, fresh=True)
-            if nbytes > free:
-                raise MemoryError(
-                    f"{nbytes:,} bytes asked for on {self.name}:{index}, {max(0, free):,} free for this process; "
-                    "free handles, allocate less, or raise the container's or configured memory limit"
-                )
-            self._live[index] += nbytes
+        self._budget.take(index, nbytes)
         try:
             return np.empty(nbytes, np.uint8)
         except MemoryError:
-            self._give_back(index, nbytes)
+            self._budget.give_back(index, nbytes)
             raise
 
     def free(self, index: int, mem: Array) -> None:
-        self._give_back(index, mem.nbytes)
+        self._budget.give_back(index, mem.nbytes)
 
     def write(self, index: int, mem: Array, offset: int, src: memoryview) -> None:
         if len(src) <= UNDER_THE_GIL:
@@ -162,49 +114,19 @@ class CPUDriver(Driver):
     def sync(self, index: int) -> None: ...
 
     def telemetry(self, index: int) -> Telemetry:
-        with self._lock:
-            total = host.memory_budget(self._root, self._limit and self._limit * self._count).total_bytes // self._count
-            free = min(total, max(0, self._free(index, fresh=True)))
-        if self._limit is not None and self._taken is not None:
-            free = min(free, max(0, self._limit - self._taken(index)))
-        clock, temperature = host.cpu_clock_mhz(), host.cpu_temperature_c()
-        missing = {"memory_reserved_bytes", "power_w", "utilization_percent"}
-        missing |= {name for name, value in (("clock_mhz", clock), ("temperature_c", temperature)) if value is None}
-        return Telemetry(
-            memory_total_bytes=total,
-            memory_used_bytes=total - free,
-            memory_free_bytes=free,
-            temperature_c=temperature,
-            clock_mhz=clock,
-            unavailable=dict.fromkeys(sorted(missing), "unsupported"),
-        )
+        return cpu_telemetry(*self._budget.reading(index))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._kernels.close()
 
     def host_view(self, index: int, mem: Array) -> memoryview:
         return mem.data
 
-    def _give_back(self, index: int, nbytes: int) -> None:
-        with self._lock:
-            self._live[index] -= nbytes
+    def compile(self, index: int, source: str, name: str) -> Callable[..., None]:
+        return self._kernels.compile(source, name)
 
-    def _free(self, index: int, *, fresh: bool = False) -> int:
-        """Bytes that one more allocation may take; below 0 when there are fewer than before. Under the lock."""
-        share = self._share(fresh=fresh)
-        if self._limit is not None and self._taken is None:
-            share = min(share, self._limit)
-        return share - self._live[index]
-
-    def _share(self, *, fresh: bool = False) -> int:
-        """Bytes that one device's live allocations may come to at most, as of at most 0.1 s ago. Under the lock."""
-        now = time.monotonic()
-        if fresh or now - self._measured_at > _BUDGET_SECONDS:
-            memory = host.memory_budget(self._root)
-            # What our allocations have touched is no longer available to anybody, but it is ours to count.
-            touched = min(max(0, host.resident_bytes() - self._idle_rss), sum(self._live))
-            self._measured = min(memory.total_bytes, memory.available_bytes + touched) // self._count
-            self._measured_at = now
-        return self._measured
+    def launch(self, index: int, kernel: Any, grid: Any, block: Any, args: Sequence[Any]) -> None:
+        self._kernels.launch(kernel, grid, block, args)
 
 
 class CPUBackend(DriverBackend):

@@ -14,14 +14,14 @@ class ChildFailed(Exception):
     """The child did not answer; the message is the end of what it said."""
 
 
-async def figures_of(module: str, argument: str) -> dict[str, float]:
-    """What ``python -m module argument`` prints: one JSON object of figures.
+async def figures_of(*words: str) -> dict[str, float]:
+    """What ``python words …``, such as ``-m module argument``, prints: one JSON object of figures.
 
     Raises:
         ChildFailed: it failed, or took longer than ``DEADLINE_S``; it is gone then, as it is after a cancellation.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, argument), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(DEADLINE_S):

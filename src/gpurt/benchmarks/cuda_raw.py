@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
-from gpurt.backends.cupy_runtime import (
+from gpurt.backends.cupy.runtime import (
     DEVICE_TO_DEVICE,
     DEVICE_TO_HOST,
     HOST_ALLOC_PORTABLE,

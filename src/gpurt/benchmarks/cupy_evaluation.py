@@ -55,7 +55,7 @@ async def _measure(what: str) -> dict[str, float]:
     if await asyncio.get_running_loop().run_in_executor(None, importlib.util.find_spec, "cupy") is None:
         return {}
     try:
-        figures = await figures_of("gpurt.benchmarks.cuda_raw", what)
+        figures = await figures_of("-m", "gpurt.benchmarks.cuda_raw", what)
     except ChildFailed as exc:
         _log.warning("CuPy is installed, but the benchmark failed: %s", exc)
         return {}

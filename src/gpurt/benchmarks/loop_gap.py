@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from gpurt.benchmarks import targets
 from gpurt.benchmarks.bench import Bench
 from gpurt.benchmarks.clocks import Call, LoopGap
 from gpurt.benchmarks.measurement import Measurement, size_name
+from gpurt.benchmarks.plan import MIB
 from gpurt.benchmarks.raw import Raw, opened
+
+_BYTES: Final = 256 * MIB
+"""What is promised for every backend; beside it, what the plan holds for bulk."""
 
 
 async def measure(bench: Bench) -> list[Measurement]:
+    # The array, new bytes, and a new array of the peer's.
+    fitting = partial(bench.fitting, host=3, device=2)
+    bulk = bench.plan.bulk_bytes
+    sizes = {await fitting(nbytes) for nbytes in (min(_BYTES, bulk), bulk)}
+    return [row for nbytes in sorted(sizes) for row in await _beside(bench, nbytes)]
+
+
+async def _beside(bench: Bench, nbytes: int) -> list[Measurement]:
     import numpy as np
 
-    backend, device_id = bench.backend, bench.device_id
-    # The array, new bytes, and a new array of the peer's.
-    nbytes = await bench.fitting(bench.plan.bulk_bytes, host=3, device=2)
-    raw = bench.raw(nbytes)
+    backend, device_id, raw = bench.backend, bench.device_id, bench.raw(nbytes)
 
     async def allocate() -> None:
         async with backend.allocation(device_id, nbytes):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    Bytes = NDArray[np.uint8]
+
 Direction = Literal["to device", "from device"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("to device", "from device")
 
@@ -108,11 +110,9 @@ class HostRaw(Raw):
     host_share = 1
 
     def open(self) -> None:
-        import numpy as np
-
         from gpurt.sources.host import cpu_count
 
-        self._memory: NDArray[np.uint8] = np.ones(self.nbytes, np.uint8)
+        self._memory = self._made_memory()
         self._count = cpu_count()
         self._pool = ThreadPoolExecutor(self._count)
         self.ceiling_name = f"memcpy, {self._count} thread{'s' if self._count > 1 else ''}"
@@ -124,15 +124,15 @@ class HostRaw(Raw):
     def writer(self, src: memoryview) -> Blocking:
         import numpy as np
 
-        return partial(np.copyto, self._memory[: len(src)], _array(src))
+        return partial(np.copyto, self._memory[: len(src)], bytes_of(src))
 
     def reader(self, dst: memoryview) -> Blocking:
         import numpy as np
 
-        return partial(np.copyto, _array(dst), self._memory[: len(dst)])
+        return partial(np.copyto, bytes_of(dst), self._memory[: len(dst)])
 
     def fastest(self, direction: Direction, host: memoryview, total: int | None = None) -> Blocking:
-        pairs = self._pieces(_array(host), self._memory[: len(host)])
+        pairs = self._pieces(bytes_of(host), self._memory[: len(host)])
         if direction == "from device":
             pairs = [(to, of) for of, to in pairs]
         repeats = 1 if total is None else total // len(host)
@@ -144,7 +144,7 @@ class HostRaw(Raw):
         return copy
 
     def both_ways(self, host: memoryview) -> Blocking:
-        half, array = len(host) // 2, _array(host)
+        half, array = len(host) // 2, bytes_of(host)
         out = self._pieces(array[:half], self._memory[:half])
         back = self._pieces(self._memory[half : 2 * half], array[half : 2 * half])
         return partial(self._at_once, [pair for pairs in zip(out, back, strict=True) for pair in pairs])
@@ -163,14 +163,20 @@ class HostRaw(Raw):
 
     def synchronize(self) -> None: ...
 
-    def _pieces(self, of: NDArray[Any], to: NDArray[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    def _made_memory(self) -> Bytes:
+        """``nbytes`` that have been written to: of others, reading finds one page again and again."""
+        import numpy as np
+
+        return np.ones(self.nbytes, np.uint8)
+
+    def _pieces(self, of: Bytes, to: Bytes) -> list[tuple[Bytes, Bytes]]:
         """Source and target in as many pieces as there are threads, fewer where they would be small."""
         import numpy as np
 
         count = max(1, min(self._count, len(of) // _PIECE_BYTES))
         return list(zip(np.array_split(of, count), np.array_split(to, count), strict=True))
 
-    def _at_once(self, pairs: list[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+    def _at_once(self, pairs: list[tuple[Bytes, Bytes]]) -> None:
         import numpy as np
 
         if len(pairs) == 1:
@@ -229,11 +235,12 @@ def _translated(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
     except GPUError:
         raise
-    except (RuntimeError, MemoryError, OSError) as exc:
+    except Exception as exc:  # some libraries' errors are nothing more special
         raise GPUError(f"what gpurt is compared with failed: {type(exc).__name__}: {exc}") from exc
 
 
-def _array(view: memoryview) -> NDArray[np.uint8]:
+def bytes_of(view: memoryview) -> Bytes:
+    """``view`` as an array."""
     import numpy as np
 
     return np.frombuffer(view, np.uint8)

@@ -62,14 +62,17 @@ async def measure(
     quick: bool = False,
     device_id: str | None = None,
     plan: Plan | None = None,
+    start_program: Sequence[str] | None = None,
     on_topic: Callable[[str], None] = lambda _: None,
 ) -> Results:
     """Measure the topics of these names, in order.
 
     Args:
         quick: fewer rounds and smaller sizes.
-        device_id: for the topics of a device; None is the best backend's first usable device.
+        device_id: for the topics of a device: its name, or a backend's for its first usable device; None is the best
+            backend's.
         plan: sizes and turns; None is that of ``quick``.
+        start_program: see :attr:`gpurt.benchmarks.bench.Bench.start_program`.
         on_topic: told each name before it starts.
 
     Everything taken is given back, also on cancellation, which what has begun in a thread delays until it ends.
@@ -81,6 +84,8 @@ async def measure(
     if any(name in DEVICE_TOPICS for name in names):
         async with opened_bench(device_id, plan or (QUICK if quick else FULL)) as bench:
             results.device = bench.device
+            if start_program is not None:
+                bench.start_program = start_program
             await _run(results, bench, on_topic)
             results.skipped |= bench.skipped
     else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.benchmarks import targets
 from gpurt.benchmarks.bench import Bench
-from gpurt.benchmarks.clocks import Timed, rates, seconds
+from gpurt.benchmarks.clocks import Timed, in_turns, rates, seconds
 from gpurt.benchmarks.measurement import Measurement, size_name
 from gpurt.benchmarks.plan import MIB
 from gpurt.benchmarks.raw import DIRECTIONS, Direction, Raw, Threads, opened
@@ -39,18 +41,70 @@ async def measure(bench: Bench) -> list[Measurement]:
 
 
 async def _one_way(bench: Bench, direction: Direction, nbytes: int) -> list[Measurement]:
+    """Half of the turns with memory of the peer's that is older than gpurt's, half the other way round: where the
+    pages come from that an allocation gets, older or younger ones, makes 10 % of a rate."""
+    turns = -(-bench.plan.turns(nbytes) // 2)
+    first = await _arranged(bench, direction, nbytes, turns, peer_first=True)
+    second = await _arranged(bench, direction, nbytes, turns, peer_first=False)
+    took = {name: first.took[name] + second.took[name] for name in first.took}
+    figures = {name: nbytes / statistics.median(each) / 1e9 for name, each in took.items()}
+    raw, fresh = first.raw, first.fresh
+
+    def row(memory: str) -> Measurement:
+        new = memory.startswith("new")
+        peer = fresh if new else raw.copy_name
+        ceiling = raw.ceiling(figures, raw.ceiling_name, raw.copy_name)
+        # Said once: the other rows are of the same copies.
+        told = [name for name in first.peers if name not in (peer, fresh, ceiling)] if memory in _ORDINARY else []
+        return Measurement(
+            "wire",
+            f"{direction}, {size_name(nbytes)}, {memory}",
+            "GB/s",
+            figures[memory],
+            peer=figures[peer],
+            peer_name=peer,
+            ceiling=figures[ceiling],
+            ceiling_name=ceiling,
+            others={name: figures[name] for name in told},
+            **targets.host_copy(bench.backend.name, direction, memory, nbytes),
+        )
+
+    return [row(memory) for memory in took if memory not in first.peers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrangement:
+    """What one made of memories has told."""
+
+    raw: Raw
+    peers: list[str]
+    fresh: str
+    """The peer that reads into new memory."""
+    took: dict[str, list[float]]
+    """Seconds of each copy, of ours and of the peers."""
+
+
+async def _arranged(bench: Bench, direction: Direction, nbytes: int, turns: int, *, peer_first: bool) -> _Arrangement:
     import numpy as np
 
     backend, raw = bench.backend, bench.raw(nbytes)
+    await backend.trim(bench.device_id)  # or its memory would be that of the arrangement before
     async with AsyncExitStack() as stack:
-        threads = await stack.enter_async_context(opened(raw))
-        handle = await stack.enter_async_context(backend.allocation(bench.device_id, nbytes))
-        host = await threads(partial(np.ones, nbytes, np.uint8))
+        host = await asyncio.to_thread(np.ones, nbytes, np.uint8)
+        prepare = partial(raw.writer if direction == "to device" else raw.reader, host.data)
+        if peer_first:
+            threads = await stack.enter_async_context(opened(raw))
+            ordinary = await threads(prepare)
+            handle = await stack.enter_async_context(backend.allocation(bench.device_id, nbytes))
+            await backend.copy_to_device(host.data, handle)
+        else:
+            handle = await stack.enter_async_context(backend.allocation(bench.device_id, nbytes))
+            await backend.copy_to_device(host.data, handle)
+            threads = await stack.enter_async_context(opened(raw))
+            ordinary = await threads(prepare)
         buffer = await _host_buffer(bench, stack, threads, nbytes)
-        await backend.copy_to_device(host.data, handle)
         ours: dict[str, Timed]
         if direction == "to device":
-            ordinary = raw.writer(host.data)
             ours = {
                 "bytes": partial(seconds, partial(backend.copy_to_device, await threads(host.tobytes), handle)),
                 "NumPy": partial(seconds, partial(backend.copy_to_device, host.data, handle)),
@@ -58,7 +112,6 @@ async def _one_way(bench: Bench, direction: Direction, nbytes: int) -> list[Meas
             if buffer is not None:
                 ours[_kind(buffer)] = partial(seconds, partial(backend.copy_to_device, buffer.memory, handle))
         else:
-            ordinary = raw.reader(host.data)
             ours = {
                 "warm NumPy": partial(seconds, partial(backend.copy_into, handle, host.data)),
                 "new NumPy": partial(seconds, lambda: backend.copy_into(handle, np.empty(nbytes, np.uint8).data)),
@@ -79,28 +132,8 @@ async def _one_way(bench: Bench, direction: Direction, nbytes: int) -> list[Meas
                 stack.push_async_callback(threads, torch.close)
                 peers["torch"] = threads.timed(torch.writer() if direction == "to device" else torch.reader())
         peers[raw.ceiling_name] = threads.timed(raw.fastest(direction, host.data))
-        figures = await rates(nbytes, bench.plan.turns(nbytes), ours | peers)
-
-    def row(memory: str) -> Measurement:
-        new = memory.startswith("new")
-        peer = fresh if new else raw.copy_name
-        ceiling = raw.ceiling(figures, raw.ceiling_name, raw.copy_name)
-        # Said once: the other rows are of the same copies.
-        told = [name for name in peers if name not in (peer, fresh, ceiling)] if memory in _ORDINARY else []
-        return Measurement(
-            "wire",
-            f"{direction}, {size_name(nbytes)}, {memory}",
-            "GB/s",
-            figures[memory],
-            peer=figures[peer],
-            peer_name=peer,
-            ceiling=figures[ceiling],
-            ceiling_name=ceiling,
-            others={name: figures[name] for name in told},
-            **targets.host_copy(backend.name, direction, memory, nbytes),
-        )
-
-    return [row(memory) for memory in ours]
+        await in_turns(1, ours | peers)  # not counted: it pins, calibrates, and touches memory
+        return _Arrangement(raw, list(peers), fresh, await in_turns(turns, ours | peers))
 
 
 async def _both_ways(bench: Bench) -> list[Measurement]:

@@ -18,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="*", metavar="NAME", help=f"what to measure, of: {' '.join(TOPICS)} (default: all)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: a minute, not many")
-    parser.add_argument("--device", metavar="ID", help="such as cuda:0 (default: the best backend's first)")
+    parser.add_argument(
+        "--device",
+        metavar="ID",
+        help="such as cuda:0, or vulkan for its first, software included (default: the best backend's first)",
+    )
     parser.add_argument("--compare", metavar="FILE", help="an earlier run's --json output: show what has changed")
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio", help="the event loop to measure on")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

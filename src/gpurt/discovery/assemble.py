@@ -32,16 +32,13 @@ _LIBRARY_SIDE: Final = frozenset(
         ReasonCode.NO_DRIVER,
         ReasonCode.ERROR,
         ReasonCode.NO_DEVICE,
-        ReasonCode.NOT_IMPLEMENTED,
     }
 )
 """Reasons of a library that say less than what the system says."""
 
 """What nobody needs to mend on a machine that has no such device."""
 
-_OWN_WORD: Final = frozenset(
-    {ReasonCode.NOT_IMPLEMENTED, ReasonCode.NOT_RECORDED, ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER}
-)
+_OWN_WORD: Final = frozenset({ReasonCode.NOT_RECORDED, ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER})
 """Reasons that are the same for all devices: what is wrong with one of them comes first."""
 
 
@@ -214,8 +211,8 @@ def _why(
         return Failure(ReasonCode.NO_DEVICE, "the library works and shows no device")
     seen = outcome.sighting_failure
     if seen is None or seen.reason is ReasonCode.NO_LIBRARY or failure.reason not in _LIBRARY_SIDE:
-        if failure.reason is ReasonCode.NOT_IMPLEMENTED and count:
-            what = f"{count} device{'s' * (count != 1)} cannot be used through it yet"
+        if failure.reason is ReasonCode.NO_LIBRARY and count:
+            what = f"{count} device{'s' * (count != 1)} cannot be used without it"
             return replace(failure, message=f"{failure.message}; {what}")
         return failure
     if failure.reason is seen.reason and seen.message in failure.message:
@@ -254,7 +251,10 @@ def _not_usable(device: GPUDevice, failure: Failure) -> GPUDevice:
         state = DeviceState.UNKNOWN
     own = device.state_reason
     reason = f"{failure.reason}: {failure.message}"
-    if own and (state in (DeviceState.LOST, DeviceState.DEGRADED) or device.kind is DeviceKind.SOFTWARE):
+    software = device.kind is DeviceKind.SOFTWARE
+    if software and failure.reason is ReasonCode.NO_LIBRARY:
+        reason = f"{failure.reason}: software adapter, and {failure.message}"  # asking for it by name would not help
+    elif own and (software or state in (DeviceState.LOST, DeviceState.DEGRADED)):
         reason = own
     elif own and failure.reason in _OWN_WORD:
         reason = f"{own}; {failure.message}"

@@ -1,8 +1,8 @@
 """What can be ruled out without loading a library or starting a process: a few look-ups, together under 5 ms.
 
 The gate only ever rules out; a backend that passes it may still be absent. It is generous where in doubt: WSL has
-no ``/dev/nvidiactl``, so a missing node says nothing about CUDA. A backend that gpurt cannot drive yet passes where its
-sources may have devices to show (:mod:`gpurt.discovery.sight`).
+no ``/dev/nvidiactl``, so a missing node says nothing about CUDA. A backend whose library is missing passes where its
+sources may have devices to show (:mod:`gpurt.discovery.sight`): a card is listed, with its reason, also then.
 """
 
 from __future__ import annotations
@@ -14,20 +14,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from gpurt.backends.undriven import TITLES, refusal
 from gpurt.discovery.wire import Failure
 from gpurt.errors import ReasonCode
 from gpurt.remedies import NOT_ON_BUS, remedy, where_none_is_on_the_bus
 from gpurt.sources.pci import AMD, BACKEND_VENDORS, INTEL, has_pci_vendor
 
-_PLATFORMS: Final[Mapping[str, frozenset[str]]] = {
-    "cuda": frozenset({"linux", "win32"}),
+_PLATFORMS: Final[Mapping[str, tuple[str, ...]]] = {
+    # Where it can exist at all, as :func:`gpurt.platforms.current_platform` says; not listed: everywhere.
+    "cuda": ("linux", "win32"),
+    "rocm": ("linux", "win32"),
+    "metal": ("darwin",),
+    "directml": ("win32",),
 }
 
 _MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     # Any of them will do. cuda: NVML alone shows cards that nothing here can use, and why.
     "cuda": ("pynvml", "cupy"),
+    "rocm": ("cupy",),
+    "vulkan": ("vulkan",),
     "opencl": ("pyopencl",),
+    "metal": ("mlx",),
+    "directml": ("onnxruntime",),
+    "tflite": ("ai_edge_litert", "tflite_runtime", "tensorflow"),
 }
 
 _MANIFEST_VARIABLES: Final = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "VK_ADD_DRIVER_FILES")
@@ -64,14 +72,15 @@ def gate(
         root: where ``/dev``, ``/sys``, ``/etc`` and ``/usr`` are found.
         environ: the environment of the probe; says where else drivers are.
     """
-    if name in TITLES:
-        exc = refusal(name, platform=platform, root=root)
-        if exc.reason is ReasonCode.NOT_IMPLEMENTED and _has_sources(name, platform, root, has_module, environ):
-            return None
-        return Failure(exc.reason, exc.message, exc.hint)
     platforms = _PLATFORMS.get(name)
     if platforms is not None and platform not in platforms:
-        return Failure(ReasonCode.WRONG_PLATFORM, f"there is no {name} on {platform}")
+        text = f"{name} does not exist on {platform}, only on {' and '.join(platforms)}"
+        return Failure(ReasonCode.WRONG_PLATFORM, text)
+    # In WSL (/dev/dxg) the GPU is not on the bus.
+    if name == "rocm" and not (root / "dev/dxg").exists() and has_pci_vendor(root, AMD) is False:
+        return Failure(ReasonCode.NO_DEVICE, "there is no AMD device on the PCI bus")
+    if _has_sources(name, platform, root):
+        return None
     modules = _MODULES.get(name, ())
     if modules and not any(map(has_module, modules)):
         reason, text = ReasonCode.NO_LIBRARY, f"the Python package {modules[0]} is not installed"
@@ -80,23 +89,21 @@ def gate(
             hint = where_none_is_on_the_bus(reason, remedy(reason, name, platform))
             return Failure(reason, f"{text}; {NOT_ON_BUS}", hint)
         return Failure(reason, text)
+    if name == "vulkan" and platform == "linux" and not has_vulkan_driver(root, environ):
+        text = "no Vulkan driver is installed: its loader finds no manifest (icd.d/*.json)"
+        return Failure(ReasonCode.NO_DRIVER, text)
     return None
 
 
-def _has_sources(
-    name: str, platform: str, root: Path, has_module: Callable[[str], bool], environ: Mapping[str, str]
-) -> bool:
-    """Whether looking may show devices of a backend that cannot be opened."""
+def _has_sources(name: str, platform: str, root: Path) -> bool:
+    """Whether looking may show devices also where the backend cannot be opened."""
     match name:
         case "rocm":
             # A container may show the topology and not the bus.
             kernel = platform == "linux" and (root / "sys/class/kfd/kfd/topology/nodes").is_dir()
             return kernel or (platform == "linux" and has_pci_vendor(root, AMD, graphics=True) is True)
         case "vulkan":
-            if platform != "linux":
-                return has_module("vulkan")
-            lists = has_module("vulkan") and has_vulkan_driver(root, environ)
-            return lists or has_pci_vendor(root, INTEL, graphics=True) is True
+            return platform == "linux" and has_pci_vendor(root, INTEL, graphics=True) is True
         case "metal":
             return platform == "darwin" and (root / "usr/sbin/system_profiler").exists()
         case "directml":

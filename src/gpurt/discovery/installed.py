@@ -26,7 +26,7 @@ _MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "rocm": ("cupy_backends",),
     "metal": ("mlx",),
     "directml": ("onnxruntime",),
-    "tflite": ("ai_edge_litert", "tensorflow"),
+    "tflite": ("ai_edge_litert", "tflite_runtime", "tensorflow"),
     "vulkan": ("vulkan",),
     "opencl": ("pyopencl",),
 }

@@ -50,7 +50,7 @@ def _no_trace_of_nvidia(environ: Mapping[str, str]) -> Failure | None:
         return None
     reason, message, hint = NO_NVIDIA_DRIVER
     if importlib.util.find_spec("cupy") is None and importlib.util.find_spec("cupy_backends") is None:
-        from gpurt.backends.cupy_runtime import CUDA_INSTALL_HINT
+        from gpurt.backends.cupy.runtime import CUDA_INSTALL_HINT
 
         message, hint = f"{message}; CuPy for CUDA is not installed", f"{hint}; {CUDA_INSTALL_HINT}"
     return Failure(reason, message, hint)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpurt.backends.undriven import TITLES
 from gpurt.discovery.events import DeviceEvent, EventType
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.printable import MAX_LINE, printable
-from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
+from gpurt.types import BackendReport, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +42,7 @@ def render(result: DiscoveryResult, *, reasons: bool = True, recorded: bool = Fa
         return
     for device in result.devices:
         if device.state_reason:
-            yield Text(printable(f"{shown_id(device, recorded)}: {_reason(device)}", MAX_LINE))
+            yield Text(printable(f"{shown_id(device, recorded)}: {device.state_reason}", MAX_LINE))
     absent = [report for report in result.reports if report.status != "ok"]
     if absent:
         yield Text("Not available here:")
@@ -104,13 +103,6 @@ def _row(device: GPUDevice, recorded: bool) -> tuple[str, ...]:
     name = f"{device.name} (simulated)" if device.simulated else device.name
     backends = ", ".join(device.backends or (device.backend,))
     return shown_id(device, recorded), name, memory(device), health, identity, backends
-
-
-def _reason(device: GPUDevice) -> str | None:
-    if device.kind is DeviceKind.SOFTWARE and not device.usable and device.backend in TITLES:
-        # That it is used when it is asked for is true of backends that can be opened.
-        return f"software adapter, and gpurt has no {TITLES[device.backend]} driver yet"
-    return device.state_reason
 
 
 def _absence(report: BackendReport) -> Iterator[RenderableType]:

@@ -7,19 +7,10 @@ from collections.abc import Iterator
 from gpurt.discovery.line import ProbeLine, Sighting
 from gpurt.discovery.sight_record import View, doing, sighted_device, sighted_line, skipped_notes
 from gpurt.errors import ReasonCode
-from gpurt.identity import device_identity
+from gpurt.sources.opencl_identity import backend_name_of, identity_of, usable_devices, vendor_of
 from gpurt.sources.opencl_properties import OpenClDevice, OpenClInventory, read_opencl
-from gpurt.sources.pci import VENDORS
 from gpurt.sources.table import Absence
 from gpurt.types import DeviceKind, GPUDevice
-
-_NAMES = {"nvidia": "nvidia", "advanced micro devices": "amd", "amd": "amd", "authenticamd": "amd"} | {
-    "intel": "intel",
-    "genuineintel": "intel",
-    "apple": "apple",
-    "qualcomm": "qualcomm",
-    "arm": "arm",
-}
 
 
 def look(view: View) -> Iterator[ProbeLine]:
@@ -31,16 +22,23 @@ def look(view: View) -> Iterator[ProbeLine]:
         return query_opencl()
 
     inventory = read_opencl(view.table("opencl", ask))
+    numbers = {id(device): number for number, device in enumerate(_numbered(inventory))}
     amd = 0
     devices: list[GPUDevice] = []
     about: dict[str, Sighting] = {}
-    for position, device in enumerate(inventory.devices):
-        record = _record(view, position, device)
+    for device in inventory.devices:  # in AMD's own order, which GPU_DEVICE_ORDINAL counts
+        record = _record(view, numbers[id(device)], device)
         devices.append(record)
         if record.vendor == "amd" and record.kind is not DeviceKind.SOFTWARE:
             about[record.device_id] = Sighting(ordinals={"amd_opencl": amd})
             amd += 1
     yield sighted_line(devices, about=about, notes=skipped_notes(inventory.skipped), none=_none(inventory))
+
+
+def _numbered(inventory: OpenClInventory) -> list[OpenClDevice]:
+    """As the driver numbers them; what it does not open comes after."""
+    opened = usable_devices(inventory)
+    return opened + [device for device in inventory.devices if all(device is not other for other in opened)]
 
 
 def _none(inventory: OpenClInventory) -> Absence | None:
@@ -61,14 +59,10 @@ def _record(view: View, position: int, device: OpenClDevice) -> GPUDevice:
     return sighted_device(
         device_id=f"opencl:{position}",
         name=device.name,
-        vendor=_vendor(device),
+        vendor=vendor_of(device),
         backend="opencl",
-        # Each platform counts the same cards anew.
-        source=f"opencl/{device.platform or device.platform_index}",
-        identity=device_identity(
-            pci_address=device.pci_address,
-            fallback=f"opencl:{device.platform}:{device.name}:{device.platform_index}.{device.index}",
-        ),
+        source=backend_name_of(device),
+        identity=identity_of(device),
         root=view.root,
         kind=device.kind,
         memory_bytes=device.memory_total_bytes,
@@ -79,10 +73,3 @@ def _record(view: View, position: int, device: OpenClDevice) -> GPUDevice:
         state_reason=reason,
         unified_memory=unified,
     )
-
-
-def _vendor(device: OpenClDevice) -> str | None:
-    # Names before numbers: pocl gives Intel's number for every processor.
-    text = (device.vendor or "").lower()
-    named = next((vendor for name, vendor in _NAMES.items() if text.startswith(name)), None)
-    return named or VENDORS.get(device.vendor_id or 0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gpurt.backends.vulkan.record import in_order, vulkan_identity
 from gpurt.discovery.line import ProbeLine, Sighting
 from gpurt.discovery.sight_intel import intel_devices
 from gpurt.discovery.sight_record import View, doing, sighted_device, sighted_line, skipped_notes
 from gpurt.errors import ReasonCode
-from gpurt.identity import device_identity
 from gpurt.sources.pci import VENDORS
 from gpurt.sources.table import Absence
 from gpurt.sources.vulkan_properties import VulkanDevice, VulkanInventory, read_vulkan
-from gpurt.types import DeviceIdentity, DeviceKind, GPUDevice
+from gpurt.types import DeviceKind, GPUDevice
 
 
 def look(view: View) -> Iterator[ProbeLine]:
@@ -28,7 +28,13 @@ def look(view: View) -> Iterator[ProbeLine]:
         return query_vulkan()
 
     inventory = read_vulkan(view.table("vulkan", ask))
-    listed = [(_record(view, device), Sighting(ordinals={"vulkan": device.index})) for device in inventory.devices]
+    # Numbers are those of the driver: best first. What several drivers show has one of them; its twins come last.
+    order = in_order(inventory)
+    order = (*order, *(device for device in inventory.devices if device not in order))
+    listed = [
+        (_record(view, device, place), Sighting(ordinals={"vulkan": device.index}))
+        for place, device in enumerate(order)
+    ]
     yield _line(cards, listed, [*notes, *skipped_notes(inventory.skipped)], _none(inventory, bool(cards)))
 
 
@@ -55,16 +61,16 @@ def _none(inventory: VulkanInventory, cards: bool) -> Absence | None:
     return None if cards else Absence(ReasonCode.NO_DEVICE, "Vulkan shows no device")
 
 
-def _record(view: View, device: VulkanDevice) -> GPUDevice:
+def _record(view: View, device: VulkanDevice, place: int) -> GPUDevice:
     vendor = VENDORS.get(device.vendor_id or 0)
     return sighted_device(
-        device_id=f"vulkan:{device.index}",
+        device_id=f"vulkan:{place}",
         name=device.inner_name or device.name,
         vendor=vendor,
         backend="vulkan",
         # Each driver counts the same cards anew.
         source=f"vulkan/{device.driver_name or device.driver_id}",
-        identity=_identity(device),
+        identity=vulkan_identity(device),
         root=view.root,
         kind=device.kind,
         memory_bytes=device.memory_total_bytes,
@@ -73,27 +79,3 @@ def _record(view: View, device: VulkanDevice) -> GPUDevice:
         # The host's processor is no second pool beside the host's memory.
         unified_memory=device.kind is DeviceKind.INTEGRATED_GPU,
     )
-
-
-def _identity(device: VulkanDevice) -> DeviceIdentity:
-    fallback = f"vulkan:{device.name}:{device.index}"
-    if device.inner_name is not None:
-        # A translation layer makes its identifiers up; what it shows is known by the name inside its own.
-        return device_identity(fallback=fallback)
-    if device.vendor_uuid is not None:
-        return device_identity(uuid=device.vendor_uuid, pci_address=device.pci_address, fallback=fallback)
-    # Other vendors' UUIDs are Vulkan's own, derived from the place on the bus: they name a card across Vulkan's
-    # drivers, and are no name for it elsewhere.
-    if device.pci_address is not None:
-        plain = device_identity(pci_address=device.pci_address, fallback=fallback)
-        return plain.model_copy(update={"uuid": device.device_uuid})
-    if device.luid is not None:
-        return luid_identity(device.luid, fallback)
-    if device.device_uuid is not None and device.kind is not DeviceKind.SOFTWARE:
-        return DeviceIdentity(key=f"vulkan:{device.device_uuid}", uuid=device.device_uuid)
-    return device_identity(fallback=fallback)
-
-
-def luid_identity(luid: str, fallback: str) -> DeviceIdentity:
-    """Of an adapter of Windows of which no more is told: the same for every interface, until the next boot."""
-    return device_identity(fallback=fallback).model_copy(update={"key": f"luid:{luid}", "uuid": f"LUID-{luid}"})

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpurt.backends.directml.adapters import adapter_identity
 from gpurt.discovery.line import ProbeLine
 from gpurt.discovery.sight_names import DXGI
 from gpurt.discovery.sight_record import View, doing, sighted_device, sighted_line, skipped_notes
-from gpurt.discovery.sight_vulkan import luid_identity
 from gpurt.errors import ReasonCode
-from gpurt.identity import device_identity
 from gpurt.sources.dxgi import DxgiAdapter, DxgiInventory, read_dxgi
 from gpurt.sources.pci import VENDORS
 from gpurt.sources.table import Absence
-from gpurt.types import DeviceIdentity, DeviceKind, GPUDevice
+from gpurt.types import DeviceKind, GPUDevice
 
 
 def look(view: View) -> Iterator[ProbeLine]:
@@ -54,7 +53,7 @@ def _record(view: View, adapter: DxgiAdapter) -> GPUDevice:
         vendor=VENDORS.get(adapter.vendor_id or 0),
         backend="directml",
         source=DXGI,
-        identity=_identity(adapter),
+        identity=adapter_identity(adapter),
         root=view.root,
         kind=adapter.kind,
         memory_bytes=adapter.memory_total_bytes,
@@ -63,12 +62,3 @@ def _record(view: View, adapter: DxgiAdapter) -> GPUDevice:
         state_reason=reason,
         unified_memory=adapter.kind is DeviceKind.INTEGRATED_GPU,
     )
-
-
-def _identity(adapter: DxgiAdapter) -> DeviceIdentity:
-    fallback = f"{DXGI}:{adapter.name}:{adapter.index}"
-    if adapter.pci_address is not None:
-        return device_identity(pci_address=adapter.pci_address, fallback=fallback)
-    if adapter.luid is not None:
-        return luid_identity(adapter.luid, fallback)
-    return device_identity(fallback=fallback)

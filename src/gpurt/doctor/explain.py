@@ -6,7 +6,6 @@ import platform as host_platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from gpurt.backends.undriven import TITLES
 from gpurt.discovery.preview import NOT_YET
 from gpurt.discovery.report import shown_id
 from gpurt.discovery.result import DiscoveryResult
@@ -31,7 +30,6 @@ _WORDS: Final[Mapping[ReasonCode, tuple[str, str]]] = {
     ReasonCode.UNSUPPORTED_DEVICE: ("not usable", "cannot be used through this library"),
     ReasonCode.WRONG_API: ("failing", "was made for another version of gpurt"),
     ReasonCode.WRONG_PLATFORM: ("absent", "does not exist on this operating system"),
-    ReasonCode.NOT_IMPLEMENTED: ("absent", "is absent because gpurt cannot drive it yet"),
     ReasonCode.NOT_RECORDED: ("not recorded", "was not asked when this was recorded"),
     ReasonCode.ERROR: ("failing", "failed"),
 }
@@ -170,8 +168,8 @@ def _software(device: GPUDevice, hints: _Hints) -> tuple[str, str, str]:
     if (device.backend, ReasonCode.NOT_RECORDED) in hints:
         todo = remedy(ReasonCode.NOT_RECORDED, device.backend, "")
         return "not usable", "is a program, no hardware; its backend was not asked when this was recorded", todo
-    if device.backend in TITLES:
-        what = f"is a program, no hardware, and gpurt has no {TITLES[device.backend]} driver yet"
+    if _split(device.state_reason or "")[0] is ReasonCode.NO_LIBRARY:
+        what = "is a program, no hardware, and the library that would use it is not installed"
         return "not usable", what, "nothing: it computes on the processor, which backend cpu does, too"
     todo = f"name its backend to use it all the same: GPURT_BACKEND={device.backend}"
     return "not usable", f"is a program, no hardware: {device.state_reason or 'it is used only when asked for'}", todo

@@ -33,6 +33,7 @@ from gpurt.testing.kit.copies import CopyTests, DeviceToDeviceTests, ViewTests
 from gpurt.testing.kit.devices import DeviceTests
 from gpurt.testing.kit.errors import ErrorTests
 from gpurt.testing.kit.hygiene import HangTests, LoopTests, ProcessTests
+from gpurt.testing.kit.kernels import KernelTests
 from gpurt.testing.kit.lifecycle import LifecycleTests
 from gpurt.testing.kit.memory import AccountingTests, MemoryTests
 from gpurt.testing.kit.ordering import ConcurrencyTests, OrderingTests
@@ -53,6 +54,7 @@ class BackendConformance(
     ConcurrencyTests,
     CancellationTests,
     ErrorTests,
+    KernelTests,
     LoopTests,
     HangTests,
     ProcessTests,

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import pytest
 
 from gpurt.driver import Driver
-from gpurt.errors import DeviceLost, GPUError, OutOfMemory
+from gpurt.errors import CompileFailed, DeviceLost, GPUError, OutOfMemory, Unsupported
+from gpurt.testing.kit.kernels import FIELD_ADD, operands, scalars
 from gpurt.types import Capabilities, GPUDevice, Telemetry
 
 T = TypeVar("T")
@@ -306,6 +308,26 @@ class DriverConformance:
         assert self.get(driver, 0, mem, 2) == b"wv"
         view.release()
         driver.free(0, mem)
+
+    def test_claim_kernels(self, driver: Driver, devices: tuple[GPUDevice, ...]) -> None:
+        source = next((FIELD_ADD[name] for name in sorted(driver.capabilities.kernels) if name in FIELD_ADD), None)
+        if source is None:
+            with pytest.raises(GPUError):  # a compiler that is asked for nonsense, or none
+                driver.compile(0, "this is no program", "missing")
+            return
+        try:
+            kernel = driver.compile(0, source, "field_add")
+        except Unsupported as exc:
+            pytest.skip(str(exc))
+        with pytest.raises(CompileFailed) as caught:
+            driver.compile(0, source.replace("modulus", "undeclared_name", 1), "field_add")
+        assert "modulus" in caught.value.log
+        a, b, total = operands(1000)
+        mems = [self.put(driver, 0, array.tobytes()) for array in (a, b, np.zeros_like(a))]
+        driver.launch(0, kernel, (16, 1, 1), (64, 1, 1), (*mems, *scalars(1000)))
+        assert self.get(driver, 0, mems[2], total.nbytes) == total.tobytes()
+        for mem in mems:
+            driver.free(0, mem)
 
     def test_trim_returns_bytes(self, driver: Driver, devices: tuple[GPUDevice, ...]) -> None:
         driver.free(0, driver.alloc(0, 1 << 20))

@@ -40,6 +40,8 @@ Method = Literal[
     "host_view",
     "pointer",
     "load",
+    "compile",
+    "launch",
     "host_alloc",
     "host_memory",
     "host_free",
@@ -260,6 +262,16 @@ class FaultyDriver(Driver):
     def load(self, index: int, mem: Any, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
         self._enter("load", index, nbytes)
         return self.inner.load(index, mem, offset, fd, file_offset, nbytes)
+
+    def compile(self, index: int, source: str, name: str) -> Any:
+        self._enter("compile", index)
+        return self.inner.compile(index, source, name)
+
+    def launch(
+        self, index: int, kernel: Any, grid: tuple[int, int, int], block: tuple[int, int, int], args: Sequence[Any]
+    ) -> None:
+        self._enter("launch", index)
+        self.inner.launch(index, kernel, grid, block, args)
 
     def host_alloc(self, nbytes: int) -> Any:
         self._enter("host_alloc", nbytes=nbytes)

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+
 from gpurt.driver import Driver
 from gpurt.testing.loops import PATIENCE
 
-WATCHED = (
-    *("open", "attach", "alloc", "free", "write", "read", "copy", "compile", "launch", "sync", "telemetry", "close"),
-)
 _DATA = frozenset({"alloc", "free", "write", "read", "copy", "compile", "launch", "sync"})
+WATCHED = (*sorted(_DATA), "open", "attach", "telemetry", "close")
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("gpurt_conformance_request", default=None)
 """A context variable that the probe reads inside driver calls, to show that the caller's context is carried."""
@@ -150,7 +150,7 @@ class DriverProbe:
             case "copy":
                 return {(args[0], id(args[1])), (args[3], id(args[4]))}
             case "launch":
-                return {(args[0], id(each)) for each in args[4] if not hasattr(each, "dtype") or each.ndim}
+                return {(args[0], id(each)) for each in args[4] if not isinstance(each, np.generic)}
             case _:
                 return set()
 

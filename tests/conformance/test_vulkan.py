@@ -1,0 +1,56 @@
+"""The conformance kit over Vulkan on lavapipe, a software device: mapped memory, and memory behind a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+
+from gpurt.driver import Driver
+from gpurt.testing import DriverConformance
+from gpurt.testing.kit.copies import CopyTests, DeviceToDeviceTests, ViewTests
+from gpurt.testing.kit.memory import MemoryTests
+from gpurt.testing.kit.ordering import ConcurrencyTests, OrderingTests
+from gpurt.testing.kit.storm import StormTests
+from tests.conformance.test_backends import Conformance as _Conformance
+from tests.support import vulkan_backends
+
+
+class TestVulkanMapped(_Conformance):
+    factory = "tests.support.vulkan_backends:mapped"
+    one_loop = True
+    large_bytes = 16 << 20
+
+
+@pytest.mark.slow  # below is what depends on how bytes move; the rest is the same code as above
+class TestVulkanStaged(_Conformance):
+    factory = "tests.support.vulkan_backends:staged"
+    one_loop = True
+    large_bytes = 16 << 20
+
+
+class TestVulkanStagedCopies(
+    MemoryTests, CopyTests, DeviceToDeviceTests, ViewTests, OrderingTests, ConcurrencyTests, StormTests
+):
+    factory = "tests.support.vulkan_backends:staged"
+    one_loop = True
+    large_bytes = 16 << 20
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "test_view_keeps_its_handle": "memory that is not mapped cannot be viewed",
+        "test_view_that_does_not_fit": "memory that is not mapped cannot be viewed",
+        "test_view_sees_what_was_submitted_before": "memory that is not mapped cannot be viewed",
+    }
+    backend = _Conformance.backend
+
+
+class TestVulkanDriverMapped(DriverConformance):
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return vulkan_backends.driver()
+
+
+class TestVulkanDriverStaged(DriverConformance):
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return vulkan_backends.driver(mapped=False)
