@@ -127,11 +127,11 @@ def package(*platforms: Source) -> Any:
 
 class TestQuery:
     def test_nvidia(self) -> None:
-        device = Source(name="L4", type=4, pci_bus_id_nv=0x41, pci_slot_id_nv=3 << 3 | 1, pci_domain_id_nv=1,
+        device = Source(name="L4", type=4, pci_bus_id_nv=0x41, pci_slot_id_nv=9, pci_domain_id_nv=1,
                         integrated_memory_nv=0, host_unified_memory=1, driver_version=Failing(-5))  # fmt: skip
         inventory = read_opencl(query_opencl(package(Source(name="CUDA", get_devices=lambda: [device]))))
         (found,) = inventory.devices
-        assert (found.pci_address, found.pci_domain_told) == ("00000001:41:03.1", True)
+        assert (found.pci_address, found.pci_domain_told) == ("00000001:41:09.0", True)
         assert (found.platform, found.unified_memory, found.kind) == ("CUDA", False, DeviceKind.GPU)
         assert found.unavailable["driver_version"] == "error"
         assert found.unavailable["memory_total_bytes"] == "unsupported"

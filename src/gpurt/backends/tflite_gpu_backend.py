@@ -67,7 +67,7 @@ class TFLiteGPUDriver(Driver):
 
     name: ClassVar[str] = "tflite"
     capabilities = Capabilities(
-        threading="backend", chunk_bytes=2 << 20, unified_memory=True, telemetry=frozenset(_MEMORY)
+        threading="backend", chunk_bytes=8 << 20, unified_memory=True, telemetry=frozenset(_MEMORY)
     )
 
     def __init__(
