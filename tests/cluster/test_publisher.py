@@ -212,6 +212,7 @@ async def test_the_master_has_a_node_look_again(cluster: Cluster) -> None:
 async def test_a_name_in_use_is_refused_with_who_uses_it(cluster: Cluster) -> None:
     first, second = await cluster.node(), await cluster.node(HOST_B)
     await first.start(result(device()))
+    await cluster.settled(first)
     with pytest.raises(NodeNameTaken, match="alpha") as caught:
         await second.start(result(device("GPU-z")))
     assert "another node name" in str(caught.value)

@@ -51,13 +51,13 @@ def test_the_mark_changes_with_the_kernel_driver(tmp_path: Path) -> None:
 
 def test_the_mark_changes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    without = installed_mark("opencl", root=tmp_path)
-    package = tmp_path / "pyopencl"
+    without = installed_mark("tflite", root=tmp_path)
+    package = tmp_path / "tflite_runtime"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('never run')")
-    with_package = installed_mark("opencl", root=tmp_path)
+    with_package = installed_mark("tflite", root=tmp_path)
     os.utime(package / "__init__.py", (1, 1))  # installed anew
-    assert len({without, with_package, installed_mark("opencl", root=tmp_path)}) == 3
+    assert len({without, with_package, installed_mark("tflite", root=tmp_path)}) == 3
 
 
 def test_a_new_installation_is_asked_at_once_and_counts_from_one() -> None:

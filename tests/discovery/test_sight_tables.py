@@ -85,6 +85,8 @@ class TestVulkan:
         async with service:
             result = await service.discover_all_devices()
         software = [device for device in result.devices if device.kind is DeviceKind.SOFTWARE]
+        if not software:
+            pytest.skip(f"no lavapipe: {report_of(result, 'vulkan').message}")
         assert any("llvmpipe" in device.name for device in software)
         assert not any(device.usable for device in software)
 

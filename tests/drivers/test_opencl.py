@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -107,9 +108,10 @@ class TestWhoTheyAre:
 
     def test_the_host_s_processor_is_a_software_device(self, opened: OpenCLDriver) -> None:
         opened.close()
-        first, second = opened.open()[-2:]
-        if first.kind is not DeviceKind.SOFTWARE:
+        devices = opened.open()
+        if len(devices) != 2 or devices[0].kind is not DeviceKind.SOFTWARE:
             pytest.skip("this host has more than a processor")
+        first, second = devices
         assert first.memory_pool_id == second.memory_pool_id is not None
         assert first.memory_bytes
         assert first.support_level == "experimental"
@@ -149,7 +151,7 @@ class TestRefusals:
             "try: OpenCLDriver(platform='linux').open()\n"
             "except Exception as exc: print(exc.reason, exc.hint)"
         )
-        environ = {"OCL_ICD_VENDORS": "/nonexistent", "PATH": ""}
+        environ = {"OCL_ICD_VENDORS": "/nonexistent", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path)}
         ended = subprocess.run(
             [sys.executable, "-P", "-c", code], env=environ, capture_output=True, text=True, timeout=60
         )
@@ -282,6 +284,9 @@ class TestMemory:
         opened.free(0, live)
 
     def test_between_devices_in_pieces(self, opened: OpenCLDriver) -> None:
+        opened.close()
+        if len(opened.open()) < 2:
+            pytest.skip("one device only, known by its address")
         content = bytes(range(256)) * (1 << 17)  # 32 MiB, two pieces
         src, dst = opened.alloc(0, len(content) + 3), opened.alloc(1, len(content) + 5)
         opened.write(0, src, 3, memoryview(content))

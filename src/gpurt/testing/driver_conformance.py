@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from gpurt.driver import Driver
-from gpurt.errors import CompileFailed, DeviceLost, GPUError, OutOfMemory, Unsupported
+from gpurt.errors import BackendUnavailable, CompileFailed, DeviceLost, GPUError, OutOfMemory, Unsupported
 from gpurt.testing.kit.kernels import FIELD_ADD, operands, scalars
+from gpurt.testing.plugin import skip_unless_required
 from gpurt.types import Capabilities, GPUDevice, Telemetry
 
 T = TypeVar("T")
@@ -51,11 +52,26 @@ class DriverConformance:
 
     gpurt_conformance: ClassVar[bool] = True
     unsupported: ClassVar[Mapping[str, str]] = {}
+    _refusal: ClassVar[BackendUnavailable | None]
     expected_failures: ClassVar[Mapping[str, str]] = {}
 
     @pytest.fixture
     def driver(self) -> Driver:
         raise NotImplementedError(f"{type(self).__name__} must define a fixture `driver`")
+
+    @pytest.fixture(autouse=True)
+    def _only_where_it_opens(self, driver: Driver) -> None:
+        """The first test of the class finds out whether the driver can be used here at all."""
+        cls = type(self)
+        if "_refusal" not in vars(cls):
+            cls._refusal = None
+            try:
+                driver.open()
+                driver.close()
+            except BackendUnavailable as exc:
+                cls._refusal = exc
+        if cls._refusal is not None:
+            skip_unless_required(cls._refusal)
 
     @pytest.fixture
     def devices(self, driver: Driver) -> Iterator[tuple[GPUDevice, ...]]:

@@ -36,6 +36,15 @@ def required_backends() -> frozenset[str]:
     return frozenset(name.strip() for name in os.environ.get(REQUIRE_VARIABLE, "").split(",") if name.strip())
 
 
+def skip_unless_required(exc: Any) -> NoReturn:
+    """Skip the running test because of a ``BackendUnavailable``; fail it where the backend must be there."""
+    required = required_backends()
+    # An exception that does not name its backend is taken as the one that is required.
+    if required and (exc.backend is None or exc.backend in required):
+        pytest.fail(f"{REQUIRE_VARIABLE} asks for this backend: [{exc.reason}] {exc}", pytrace=False)
+    pytest.skip(f"[{exc.reason}] {exc}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
@@ -56,11 +65,7 @@ def pytest_fixture_setup(
             raise
         if not isinstance(exc, errors.BackendUnavailable):
             raise
-        required = required_backends()
-        # An exception that does not name its backend is taken as the one that is required.
-        if required and (exc.backend is None or exc.backend in required):
-            pytest.fail(f"{REQUIRE_VARIABLE} asks for this backend: [{exc.reason}] {exc}", pytrace=False)
-        pytest.skip(f"[{exc.reason}] {exc}")
+        skip_unless_required(exc)
     # Before pytest 9 an async fixture that nobody runs is a warning, and its coroutine the test's argument.
     if cls is not None and (inspect.isasyncgen(value) or inspect.iscoroutine(value)):
         _say_that_nothing_runs(fixturedef.argname, cls, request.config)
