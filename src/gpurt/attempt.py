@@ -113,7 +113,9 @@ async def _open(
         # Some libraries end the process when they dislike it. Out of a task it would stop the event loop at once.
         raise BackendUnavailable(f"tried to end this process: {exc!r}", backend=name) from exc
     if not any(_is_usable(device, allow_software) for device in devices):
-        raise BackendUnavailable(_why_none(devices), backend=name, reason=ReasonCode.NO_DEVICE)
+        software = bool(devices) and all(device.kind is DeviceKind.SOFTWARE for device in devices)
+        hint = f'name it to use it all the same: create_backend("{name}"), GPURT_BACKEND={name}' if software else None
+        raise BackendUnavailable(_why_none(devices), backend=name, reason=ReasonCode.NO_DEVICE, hint=hint)
     return backend, devices
 
 

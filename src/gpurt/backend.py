@@ -259,15 +259,15 @@ class GPUBackend(ABC):
         """Run a kernel over ``grid`` blocks of ``block`` threads, one to three numbers each; returns when it is done.
 
         ``args`` are the kernel's parameters in order: allocations of the kernel's device, and NumPy scalars, whose
-        types must be those of the source (``numpy.float32(2)`` for a ``float``). Neither their number nor their types
-        can be compared with the source, nor can what the kernel reads and writes be kept inside its allocations: as
-        in any program, a wrong kernel may end the process. It takes its place in the order of every allocation that
+        types must be those of the source (``numpy.float32(2)`` for a ``float``). Their number and their types are
+        compared with what the source declares, where it does so in plain words. What the kernel reads and writes
+        cannot be kept inside its allocations: as in any program, a wrong kernel may end the process. It takes its place in the order of every allocation that
         it is given. Cancelled, it is dropped if it has not begun, and else runs to its end.
 
         Raises:
             InvalidHandle: a kernel or an allocation that is stale, foreign, freed, or of another device.
-            OutOfRange: not one to three positive numbers, a block over the device's ``max_threads_per_block``, or an
-                argument that is neither an allocation nor a NumPy scalar.
+            OutOfRange: not one to three positive numbers, a block over the device's ``max_threads_per_block``, an
+                argument that is neither an allocation nor a NumPy scalar, or others than the source declares.
         """
         raise Unsupported("this backend runs no kernels", backend=self.name)
 

@@ -1,7 +1,7 @@
 """Compiled kernels of one backend, and the checks that stand between a launch and a vendor library.
 
 What a driver is given was checked here: that the kernel is live and of this backend, the shape of the launch, and the
-types of its arguments. What the source expects cannot be checked: no library tells.
+arguments, as far as the source says what it expects (:mod:`gpurt.kernel_source`): few libraries tell.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from gpurt.errors import InvalidHandle, OutOfRange
+from gpurt.kernel_source import Parameter, check_arguments
 from gpurt.memory.handles import Allocation, HandleTable, brief, whole_number
 from gpurt.types import Kernel, MemoryHandle
 
@@ -32,6 +33,8 @@ class Compiled:
     kernel: Kernel
     index: int
     token: Any
+    parameters: tuple[Parameter, ...] | None
+    """What the source declares; None where that could not be read."""
 
 
 class KernelTable:
@@ -45,9 +48,11 @@ class KernelTable:
         self._sources: dict[tuple[str, str, str], Kernel] = {}
         self._names: dict[tuple[str, str], Kernel] = {}
 
-    def add(self, device_id: str, index: int, source: str, name: str, token: Any) -> Kernel:
+    def add(
+        self, device_id: str, index: int, source: str, name: str, token: Any, parameters: tuple[Parameter, ...] | None
+    ) -> Kernel:
         kernel = Kernel(next(self._ids), device_id, name, self._generation)
-        self._live[kernel.kernel_id] = Compiled(kernel, index, token)
+        self._live[kernel.kernel_id] = Compiled(kernel, index, token, parameters)
         self._sources[device_id, source, name] = kernel
         return kernel
 
@@ -152,4 +157,5 @@ def arguments(args: object, handles: HandleTable, compiled: Compiled) -> tuple[t
                 f"{brief(argument)}",
                 hint="say which type the kernel expects: numpy.int32(5), numpy.float32(0.5)",
             )
+    check_arguments(compiled.kernel.name, compiled.parameters, listed(args))
     return tuple(passed), tuple(allocations)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpurt.errors import CompileFailed, GPUError
 from gpurt.job import Job
+from gpurt.kernel_source import parameters
 from gpurt.kernel_table import arguments, check_shape, check_source, extent, listed
 from gpurt.lifecycle import DriverLifecycle
 from gpurt.types import Kernel, MemoryHandle
@@ -30,7 +31,13 @@ class DriverKernels(DriverLifecycle):
         def build(_: Job) -> Kernel:
             # On the lane, so that of two calls for the same text the second one finds what the first has made.
             return kernels.find(device_id, source, name) or kernels.add(
-                device_id, index, source, name, driver.compile(index, source, name)
+                device_id,
+                index,
+                source,
+                name,
+                driver.compile(index, source, name),
+                # The range of the index space comes first in C, from the driver.
+                parameters(source, name, 2 if "c" in driver.capabilities.kernels else 0),
             )
 
         kernel = kernels.find(device_id, source, name)

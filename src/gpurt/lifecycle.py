@@ -105,10 +105,10 @@ class DriverLifecycle(GuardedBackend):
                 raise
             reason = ReasonCode.NO_LIBRARY if isinstance(exc, ImportError) else ReasonCode.ERROR
             raise BackendUnavailable(f"{type(exc).__name__}: {exc}", reason=reason, backend=self.name) from exc
-        self._devices = devices
+        limits = {device.device_id: self._limit_of(device) for device in devices}
+        self._devices = tuple(_limited(device, limits[device.device_id]) for device in devices)
         self._index = {device.device_id: index for index, device in enumerate(devices)}
         self._handles, self._kernels = HandleTable(), KernelTable()
-        limits = {device.device_id: self._limit_of(device) for device in devices}
         self._allocator = Allocator(self.driver, self.ledger, limits, self._pool_bytes)
         self._host_pool = HostPool(self.driver, self._host_buffer_limit)
         self._open = self._driver_open = True
@@ -223,3 +223,11 @@ def _warn_leaks(name: str, leaked: list[Allocation]) -> None:
     viewed = sum(1 for allocation in leaked if allocation.open_views)
     text = f"{name}: {len(leaked)} allocations of {nbytes:,} bytes were never deallocated"
     warnings.warn(text + (f", {viewed} of them with open views" if viewed else ""), ResourceWarning, stacklevel=2)
+
+
+def _limited(device: GPUDevice, limit: int | None) -> GPUDevice:
+    """``device`` with no more usable memory than may be allocated on it."""
+    usable = device.memory_usable_bytes
+    if limit is None or (usable is not None and usable <= limit):
+        return device
+    return device.model_copy(update={"memory_usable_bytes": limit, "memory_usable_source": "limit"})

@@ -1,4 +1,4 @@
-"""``GPURT_MEMORY_LIMIT`` on its way to the backends that are made."""
+"""``GPURT_MEMORY_LIMIT`` and ``GPURT_MEMORY_RESERVE`` on their way to the backends that are made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from gpurt.backend import GPUBackend
 from gpurt.types import GPUDevice
-from gpurt.usable_memory import LIMIT_VARIABLE, MemorySettings
+from gpurt.usable_memory import LIMIT_VARIABLE, Amounts, MemorySettings
 
 _log = logging.getLogger("gpurt.factory")
 
@@ -22,7 +22,7 @@ class _Limited(Protocol):
 
 
 def memory_limit(environ: Mapping[str, str]) -> MemoryLimit | None:
-    """What ``GPURT_MEMORY_LIMIT`` allows on each device, or None where it says nothing.
+    """What the two variables allow on each device, or None where they say nothing.
 
     Raises:
         GPUError: it cannot be understood.
@@ -32,13 +32,18 @@ def memory_limit(environ: Mapping[str, str]) -> MemoryLimit | None:
 
 def limit_of(settings: MemorySettings) -> MemoryLimit | None:
     """What ``settings`` allow on each device, or None where they set no limit."""
-    limits = settings.limit
-    if limits.default is None and not limits.by_name:
+    limits, reserves = settings.limit, settings.reserve
+    if limits == reserves == Amounts():
         return None
 
     def of(device: GPUDevice) -> int | None:
-        amount = limits.of(device)
-        return None if amount is None else amount.size_bytes
+        limit, reserve = limits.of(device), reserves.of(device)
+        free = device.memory_bytes if device.memory_available is None else device.memory_available
+        allowed = None if limit is None else limit.size_bytes
+        if reserve is None or free is None:
+            return allowed
+        left = max(0, free - reserve.size_bytes)
+        return left if allowed is None else min(allowed, left)
 
     return of
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -34,6 +35,7 @@ from gpurt.errors import BackendUnavailable, ReasonCode
 from gpurt.lane import Lane
 from gpurt.platforms import current_platform
 from gpurt.printable import quoted
+from gpurt.settings import SelectionSettings
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -61,9 +63,10 @@ _SIMULATED_HINT: Final = (
 
 BackendCreator = Callable[[], "GPUBackend | Driver"]
 
-third_party_enabled: ContextVar[bool] = ContextVar("gpurt.third_party_enabled", default=True)
-"""Whether entry points of other packages may be loaded in this context. The factory sets it from GPURT_PLUGINS;
-a context variable, because the name alone passes through the factory's extension point."""
+third_party_enabled: ContextVar[bool | None] = ContextVar("gpurt.third_party_enabled", default=None)
+"""Whether entry points of other packages may be loaded in this context; None: as GPURT_PLUGINS of this process says,
+which holds in a probe's process, too. The factory sets it from the environment that it was given; a context variable,
+because the name alone passes through the factory's extension point."""
 
 _log = logging.getLogger("gpurt.plugins")
 _registered: dict[str, BackendCreator] = {}
@@ -154,7 +157,10 @@ def load(name: str) -> BackendCreator:
         if name not in points:
             known = ", ".join(known_names())
             hint = _SIMULATED_HINT if name == "simulated" else f"choose one of {known}"
-            raise BackendUnavailable(f"there is no backend named {quoted(name)}", hint=hint)
+            text = f"there is no backend named {quoted(name)}"
+            if not _third_party():
+                text = f"{text}; those of other packages are switched off by GPURT_PLUGINS"
+            raise BackendUnavailable(text, hint=hint)
         create = _import(name, points[name].load)
     _check(name, create)
     return create
@@ -190,7 +196,7 @@ def _entry_points() -> dict[str, EntryPoint]:
     from importlib import metadata  # 30 ms, which a process that uses a listed backend need not pay
 
     points: dict[str, EntryPoint] = {}
-    if not third_party_enabled.get():
+    if not _third_party():
         return points
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         if point.name in BUILTIN_BACKENDS:
@@ -203,13 +209,21 @@ def _entry_points() -> dict[str, EntryPoint]:
     return points
 
 
+def _third_party() -> bool:
+    enabled = third_party_enabled.get()
+    return SelectionSettings.from_environ(os.environ).plugins if enabled is None else enabled
+
+
 def _import(name: str, load: Callable[[], Any]) -> Any:
     try:
         return _guarded(load)
-    except (ImportError, AttributeError) as exc:
+    except ImportError as exc:
         raise BackendUnavailable(
             f"its module cannot be loaded: {exc}", backend=name, reason=ReasonCode.NO_LIBRARY
         ) from exc
+    except AttributeError as exc:
+        # Not a library that is missing: the entry point is wrong, or another module of that name was found.
+        raise BackendUnavailable(f"its entry point does not lead to it: {exc}", backend=name) from exc
 
 
 def _guarded(call: Callable[[], _T]) -> _T:

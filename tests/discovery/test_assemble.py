@@ -50,6 +50,18 @@ def test_a_card_that_nvml_calls_lost_is_not_usable_although_cuda_lists_it() -> N
     assert card.state is DeviceState.LOST
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_software_device_is_used_by_name_alone(by_name: bool) -> None:
+    pipe = device(0, backend="vulkan", kind=DeviceKind.SOFTWARE, name="llvmpipe", device_id="vulkan:0")
+    told = assemble("vulkan", ProbeOutcome(verified=(pipe,)), environ={}, platform="linux", by_name=by_name)
+    assert [each.usable for each in told.devices] == [by_name]
+    if by_name:
+        assert (told.report.status, told.report.message) == ("ok", "1 device")
+    else:
+        assert told.devices[0].state_reason == "software adapter: used only when asked for"
+        assert "GPURT_BACKEND=vulkan" in (told.report.hint or "")
+
+
 def test_without_cupy_cards_are_listed_with_the_reason() -> None:
     given = answer(sighted=(seen(0), seen(1)), failure=NO_CUPY)
     assert [d.usable for d in given.devices] == [False, False]

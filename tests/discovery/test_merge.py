@@ -117,13 +117,6 @@ def test_the_processor_is_never_a_gpu() -> None:
     assert [d.device_id for d in merged] == ["opencl:0", "cpu:0"]
 
 
-def test_software_adapters_are_listed_but_not_usable() -> None:
-    llvmpipe = device(0, backend="vulkan", known="uuid", kind=DeviceKind.SOFTWARE, name="llvmpipe")
-    merged = merge([[llvmpipe], [device(0)]], priority=PRIORITY)
-    assert [d.usable for d in merged] == [True, False]
-    assert "software" in (merged[1].state_reason or "")
-
-
 def test_unknown_is_filled_by_a_later_source_and_zero_never_wins() -> None:
     first = device(0, memory_bytes=None, memory_available=None, compute_units=None)
     second = device(0, backend="vulkan", memory_bytes=0, memory_available=70 * GIB, compute_units=114)

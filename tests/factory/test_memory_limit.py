@@ -94,7 +94,7 @@ async def test_simulated_devices_obey_as_real_ones_do(monkeypatch: pytest.Monkey
         assert free is not None
         assert (second.memory_usable_bytes, second.memory_usable_source) == (free - (2 << 30), "profile")
         assert (await backend.get_device_memory_info(first.device_id)).available_bytes == MIB
-        assert (await backend.get_device_memory_info(second.device_id)).available_bytes == free
+        assert (await backend.get_device_memory_info(second.device_id)).available_bytes == free - (2 << 30)
 
 
 async def test_simulated_devices_without_a_limit_have_all_that_they_simulate() -> None:
@@ -106,3 +106,20 @@ async def test_simulated_devices_without_a_limit_have_all_that_they_simulate() -
 def test_a_limit_of_simulated_devices_that_is_not_a_size() -> None:
     with pytest.raises(GPUError, match="GPURT_MEMORY_LIMIT"):
         create_simulated("h100", environ={"GPURT_MEMORY_LIMIT": "lots"})
+
+
+async def test_a_reserve_is_left_free() -> None:
+    async with await create_backend("cpu") as backend:
+        free = backend.devices[0].memory_available
+    assert free is not None
+    reserve = free - 64 * MIB
+    async with await create_backend("cpu", environ={"GPURT_MEMORY_RESERVE": f"{reserve}B"}) as backend:
+        assert isinstance(backend, CPUBackend)
+        limit = backend.ledger.usage("cpu:0").limit_bytes
+        assert limit is not None
+        assert limit <= 64 * MIB + (1 << 30)  # what is free changes while others run
+        assert backend.devices[0].memory_usable_bytes == limit
+        assert backend.devices[0].memory_usable_source == "limit"
+    async with await create_backend("cpu", environ={"GPURT_MEMORY_RESERVE": "100TiB"}) as backend:
+        with pytest.raises(OutOfMemory, match="GPURT_MEMORY_LIMIT"):
+            await backend.allocate("cpu:0", 1)

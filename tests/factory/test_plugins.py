@@ -132,7 +132,7 @@ async def test_listed_plugin_keeps_its_place(shelf: Shelf, install: Install, mon
         ("create = 5", ReasonCode.WRONG_API, "cannot be called"),
         ("def create(): return 'a backend'", ReasonCode.WRONG_API, "returned str"),
         ("import no_such_vendor_library", ReasonCode.NO_LIBRARY, "no_such_vendor_library"),
-        ("pass", ReasonCode.NO_LIBRARY, "create"),
+        ("pass", ReasonCode.ERROR, "create"),
         ("import sys; sys.exit('we only support Windows')", ReasonCode.NO_LIBRARY, "we only support Windows"),
         ("1 / 0", ReasonCode.ERROR, "ZeroDivisionError"),
     ],

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpurt.discovery.masks import APPLIES_ITSELF, Masks, masks_of, same_card
+from gpurt.discovery.sight_record import SOFTWARE_REASON
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
 from gpurt.remedies import NOT_MISSED, NOT_ON_BUS, remedy, where_none_is_on_the_bus
@@ -82,10 +83,12 @@ def assemble(
     platform: str,
     on_bus: bool | None = None,
     nvidia_present: bool = False,
+    by_name: bool = False,
 ) -> BackendAnswer:
     """Report and records of one backend.
 
     Args:
+        by_name: somebody has asked for this backend, so that its software devices may be used.
         environ: the environment that the probe had.
         on_bus: whether the PCI bus shows a device of this backend's vendor; None when nobody knows.
         nvidia_present: the host has a device of NVIDIA's, so that its variables are not meant for other vendors'.
@@ -103,12 +106,16 @@ def assemble(
             joined[position] = _hidden_if(masks, joined[position], cards)
             if any(card.device_id in masks.hidden for card in cards):
                 hidden.add(joined[position].stable_id)
+    if not by_name:
+        joined = [_spared(each) for each in joined]
     devices = (*joined, *lonely)
-    shown = [each for each in joined if each.kind is not DeviceKind.SOFTWARE and not _is_hidden(each)]
+    shown = [each for each in joined if (by_name or each.kind is not DeviceKind.SOFTWARE) and not _is_hidden(each)]
     if not shown:
         real = [each for each in devices if each.kind is not DeviceKind.SOFTWARE]
         software = [each for each in joined if each.kind is DeviceKind.SOFTWARE]
-        failure = _why(outcome, failure, masks if real and all(map(_is_hidden, real)) else None, software, len(real))
+        failure = _why(
+            name, outcome, failure, masks if real and all(map(_is_hidden, real)) else None, software, len(real)
+        )
     notes = (*masks.warnings, outcome.note)
     if failure is None:
         message = f"{len(shown)} device{'s' * (len(shown) != 1)}"
@@ -191,7 +198,12 @@ def _completed(device: GPUDevice, card: GPUDevice) -> GPUDevice:
 
 
 def _why(
-    outcome: ProbeOutcome, failure: Failure | None, hiding: Masks | None, software: Sequence[GPUDevice], count: int
+    name: str,
+    outcome: ProbeOutcome,
+    failure: Failure | None,
+    hiding: Masks | None,
+    software: Sequence[GPUDevice],
+    count: int,
 ) -> Failure:
     """The reason that helps most, of what the library, the system and the environment say.
 
@@ -207,7 +219,8 @@ def _why(
     if failure is None:
         if software:
             names = ", ".join(device.name for device in software)
-            return Failure(ReasonCode.NO_DEVICE, f"the library shows software adapters alone: {names}", _NO_HARDWARE)
+            hint = f"{_NO_HARDWARE}; to compute on the processor through it all the same: GPURT_BACKEND={name}"
+            return Failure(ReasonCode.NO_DEVICE, f"the library shows software adapters alone: {names}", hint)
         return Failure(ReasonCode.NO_DEVICE, "the library works and shows no device")
     seen = outcome.sighting_failure
     if seen is None or seen.reason is ReasonCode.NO_LIBRARY or failure.reason not in _LIBRARY_SIDE:
@@ -222,6 +235,13 @@ def _why(
     hints = (_NO_HARDWARE if only_software and seen.reason is ReasonCode.NO_DEVICE else seen.hint, failure.hint)
     hint = "; ".join(dict.fromkeys(filter(None, hints)))
     return Failure(seen.reason, f"{seen.message}; {failure.message}", hint or None)
+
+
+def _spared(device: GPUDevice) -> GPUDevice:
+    """``device``, not usable where it is a program that computes on the processor."""
+    if device.kind is not DeviceKind.SOFTWARE or not device.usable:
+        return device
+    return device.model_copy(update={"usable": False, "state_reason": device.state_reason or SOFTWARE_REASON})
 
 
 def _hidden(card: GPUDevice, why: str) -> GPUDevice:

@@ -61,4 +61,4 @@ class GivenBackend:
             self._verified = frozenset(key for key in passed if key is not None)
         elapsed_ms = round((self._clock() - started) * 1000, 1)
         outcome = ProbeOutcome(opened=listed, verified=verified, failure=failure, elapsed_ms=elapsed_ms)
-        return assemble(self.name, outcome, environ=environ, platform=self._platform)
+        return assemble(self.name, outcome, environ=environ, platform=self._platform, by_name=True)

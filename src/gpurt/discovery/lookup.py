@@ -19,6 +19,7 @@ from gpurt.hotchange.marks import read_marks
 from gpurt.hotchange.nodes import is_on_bus, lost_nodes
 from gpurt.offload import off_loop
 from gpurt.platforms import Platform
+from gpurt.settings import SelectionSettings
 from gpurt.types import BackendReport
 
 _OF_NODES: Final = frozenset({ReasonCode.ERROR, ReasonCode.NO_DRIVER, ReasonCode.NO_PERMISSION, ReasonCode.NO_DEVICE})
@@ -105,11 +106,22 @@ class Lookup:
         }
         deadlines = {name: self._deadline(name) for name in names if name not in waiting}
         asked = await self._survey.ask(
-            deadlines, self._environ(), frozenset(memory.verified), memory.known, self._previews
+            deadlines,
+            self._environ(),
+            frozenset(memory.verified),
+            memory.known,
+            self._previews,
+            by_name=self._by_name(),
         )
         asked = await off_loop("nodes", lambda: self._explain(asked))
         memory.learn(asked, marks)
         return Answers({name: waiting.get(name) or asked[name] for name in names}, frozenset(asked))
+
+    def _by_name(self) -> frozenset[str]:
+        """Backends that somebody wants: the only one that this service asks, and what GPURT_BACKEND says."""
+        chosen = SelectionSettings.from_environ(self._environ()).backend
+        only = self._names if self._names is not None and len(self._names) == 1 else ()
+        return frozenset(only) if chosen is None else frozenset((chosen, *only))
 
     def _explain(self, answers: Mapping[str, BackendAnswer]) -> dict[str, BackendAnswer]:
         """Answers of backends that worked, and fail because their device nodes were taken away, say so. Blocking."""

@@ -190,8 +190,6 @@ def _merged(group: Sequence[_Record], hidden: Set[str]) -> GPUDevice:
         # The record that was hidden knows why; others of the same name may not.
         told = min(masked, key=lambda device: not (device.state_reason or "").startswith(_HIDDEN))
         update |= {"usable": False, "state_reason": told.state_reason}
-    if face.kind is DeviceKind.SOFTWARE:
-        update |= {"usable": False, "state_reason": face.state_reason or "software adapter: used only when asked for"}
     return face.model_copy(update=update)
 
 

@@ -16,7 +16,7 @@ from gpurt.discovery.assemble import BackendAnswer
 from gpurt.discovery.merge import merge
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.registry.records import utc_now
-from gpurt.types import DeviceKind, GPUDevice
+from gpurt.types import GPUDevice
 
 NOT_YET: Final = "not verified yet"
 LATEST_S: Final = 0.8
@@ -97,7 +97,7 @@ class Previews:
             records.append(answer.devices if answer else [_unopened(each) for each in self._sighted.get(name, ())])
         hidden = frozenset[str]().union(*(answer.hidden for answer in self._answers.values()))
         devices = merge(records, priority=self._names, hidden=hidden)
-        usable = [each for each in devices if each.usable and each.kind is not DeviceKind.SOFTWARE]
+        usable = [each for each in devices if each.usable]
         self._tell(
             DiscoveryResult(
                 backend_name=usable[0].backend if usable else None,

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gpurt.errors import ReasonCode
 from gpurt.registry.records import Link, utc_now
-from gpurt.types import BackendReport, DeviceKind, GPUDevice, MappingModel
+from gpurt.types import BackendReport, GPUDevice, MappingModel
 
 SCHEMA_VERSION: Final = 1
 
@@ -79,7 +79,7 @@ def with_devices(result: DiscoveryResult, devices: Iterable[GPUDevice]) -> Disco
 
 
 def _verdict(devices: tuple[GPUDevice, ...], reports: tuple[BackendReport, ...]) -> dict[str, Any]:
-    usable = [device for device in devices if device.usable and device.kind is not DeviceKind.SOFTWARE]
+    usable = [device for device in devices if device.usable]
     status: DiscoveryStatus = "complete"
     if not usable:
         status = "failed"

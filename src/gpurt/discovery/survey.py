@@ -57,13 +57,17 @@ class Progress(Protocol):
 
 
 async def backend_names(platform: Platform, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Backends to ask on this platform: its priority list with plug-ins just before ``cpu``.
+    """Backends to ask on this platform: its priority list with plug-ins just before ``cpu``, and before them what
+    GPURT_BACKEND names.
 
     Raises:
         GPUError: GPURT_PLUGINS has a value that is not allowed.
     """
+    settings = SelectionSettings.from_environ(environ)
     listed = PLATFORM_BACKEND_PRIORITY[platform]
-    token = plugins.third_party_enabled.set(SelectionSettings.from_environ(environ).plugins)
+    if settings.backend is not None and settings.backend not in listed:
+        listed = (settings.backend, *listed)
+    token = plugins.third_party_enabled.set(settings.plugins)
     try:
         extra = await plugins.plugin_order(listed, PLUGIN_LOAD_DEADLINE_S)
     finally:
@@ -92,6 +96,7 @@ class Survey:
         verified: Set[str],
         remembered: Mapping[str, Sequence[Remembered]] = MappingProxyType({}),
         progress: Progress | None = None,
+        by_name: Set[str] = frozenset(),
     ) -> dict[str, BackendAnswer]:
         """Ask the backends named in ``deadlines`` (seconds) at once; every one of them has an answer.
 
@@ -99,6 +104,7 @@ class Survey:
             verified: keys of devices that need no verification.
             remembered: by backend, answers that still hold if their signature does.
             progress: told of what is known before all have answered.
+            by_name: backends that somebody has asked for by name: their software devices may be used.
         """
         registered = _registered_names()
         refused = await off_loop(
@@ -110,7 +116,8 @@ class Survey:
 
         async def ask(name: str) -> BackendAnswer:
             known, here = remembered.get(name, ()), name in registered
-            answer = await self._probe(name, deadlines[name], environ, verified, known, here, progress)
+            asked_for = name in by_name
+            answer = await self._probe(name, deadlines[name], environ, verified, known, here, progress, asked_for)
             if progress is not None:
                 progress.answered(name, answer)
             return answer
@@ -145,6 +152,7 @@ class Survey:
         remembered: Sequence[Remembered],
         registered: bool,
         progress: Progress | None,
+        by_name: bool,
     ) -> BackendAnswer:
         known = frozenset(each.signature for each in remembered)
         # The CPU backend has no vendor library that could hang or crash: a process for it would be a waste. What
@@ -166,7 +174,15 @@ class Survey:
         # HIP obeys CUDA's variable, but where there is a card of NVIDIA's nobody has meant AMD's by it.
         ambiguous = name == "rocm" and CUDA_VISIBLE_DEVICES in environ and bool(outcome.sighted)
         nvidia = ambiguous and await self._has_vendor(NVIDIA) is True
-        answer = assemble(name, outcome, environ=environ, platform=self._platform, on_bus=on_bus, nvidia_present=nvidia)
+        answer = assemble(
+            name,
+            outcome,
+            environ=environ,
+            platform=self._platform,
+            on_bus=on_bus,
+            nvidia_present=nvidia,
+            by_name=by_name,
+        )
         if unchanged:
             return replace(answer, unchanged=outcome.failure is None)
         return replace(answer, remember=worth_remembering(name, outcome, answer))

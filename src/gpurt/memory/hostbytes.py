@@ -8,6 +8,7 @@ written until it is published, so we make one and let the driver's GIL-free copy
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,8 @@ from gpurt.errors import OutOfMemory
 # Below this the copy is cheaper than the detour, and one-byte objects may be shared singletons.
 _DIRECT_MIN_BYTES: Final = 1 << 16
 _PyBUF_WRITE: Final = 0x200
+_HUGE_MIN_BYTES: Final = 4 << 20
+"""From here on NumPy, too, asks for huge pages: two of 2 MiB at least."""
 
 
 @cache
@@ -51,8 +54,26 @@ def read_bytes(nbytes: int, fill: Callable[[memoryview], None]) -> bytes:
     except MemoryError as exc:
         raise host_memory_ran_out(nbytes, hint) from exc
     # The characters end one byte (the terminating NUL) before the end of the object's fixed part.
-    fill(view_memory(id(result) + bytes.__basicsize__ - 1, nbytes, _PyBUF_WRITE).cast("B"))
+    address = id(result) + bytes.__basicsize__ - 1
+    if nbytes >= _HUGE_MIN_BYTES:
+        _prefer_huge_pages(address, nbytes)
+    fill(view_memory(address, nbytes, _PyBUF_WRITE).cast("B"))
     return result
+
+
+def _prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Ask Linux for pages of 2 MiB in memory that nobody has touched. Filling 256 MiB is 3 times as fast then, and
+    giving them back, which whoever drops the result does on the loop's thread, takes 1 ms in place of 20."""
+    if sys.platform == "linux":
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        # Advice: a kernel without such pages says no, and all is as it was.
+        _c_library().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def host_memory_ran_out(nbytes: int, hint: str, operation: str | None = None) -> OutOfMemory:

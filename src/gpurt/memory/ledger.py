@@ -75,7 +75,7 @@ class Ledger:
                     free_bytes=limit - committed,
                     limit_bytes=limit,
                     pooled_bytes=0,
-                    hint="free handles, allocate less, or raise memory_limit",
+                    hint="free handles, allocate less, or raise memory_limit (GPURT_MEMORY_LIMIT, if that set it)",
                 )
             usage.reserved_bytes += nbytes
             if committed + nbytes > usage.peak_bytes:
