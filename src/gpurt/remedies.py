@@ -19,8 +19,8 @@ NOT_ON_BUS: Final = "the PCI bus shows no such device"
 _VISIBILITY: Final[Mapping[str, str]] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "rocm": "ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES",
-    "vulkan": "GGML_VK_VISIBLE_DEVICES and ZE_AFFINITY_MASK",
-    "opencl": "GPU_DEVICE_ORDINAL",
+    "vulkan": "GGML_VK_VISIBLE_DEVICES, ZE_AFFINITY_MASK, VK_DRIVER_FILES or VK_ICD_FILENAMES, whichever is set",
+    "opencl": "GPU_DEVICE_ORDINAL or OCL_ICD_VENDORS, whichever is set",
 }
 
 

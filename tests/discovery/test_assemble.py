@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpurt.discovery.assemble import BackendAnswer, assemble
+from gpurt.discovery.assemble import BackendAnswer, assemble, is_conclusive
 from gpurt.discovery.gate import gate
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
@@ -278,3 +278,12 @@ def test_what_the_driver_asked_nvml_itself_is_said_once() -> None:
         "cuda", ProbeOutcome(sighting_failure=nvml, failure=both), environ={}, platform="linux", on_bus=None
     ).report
     assert (report.reason, report.message, report.hint) == (both.reason, both.message, both.hint)
+
+
+def test_cards_of_which_the_bus_shows_none_are_gone() -> None:
+    no_driver = Failure(ReasonCode.NO_DRIVER, "libnvidia-ml not found", "install the driver")
+    assert is_conclusive(answer(failure=no_driver, on_bus=False).report)
+    assert not is_conclusive(answer(failure=no_driver, on_bus=True).report)
+    assert not is_conclusive(answer(failure=no_driver).report), "nobody knows what is on the bus"
+    for reason in (ReasonCode.CRASHED, ReasonCode.TIMEOUT):
+        assert not is_conclusive(answer(failure=Failure(reason, "signal 11", None), on_bus=False).report)

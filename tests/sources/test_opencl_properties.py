@@ -11,6 +11,7 @@ import pytest
 from gpurt.errors import ReasonCode
 from gpurt.sources.opencl_properties import OpenClDevice, read_opencl
 from gpurt.sources.opencl_query import query_opencl
+from gpurt.sources.table import absent_driver
 from gpurt.types import DeviceKind
 
 GIB = 1 << 30
@@ -191,3 +192,10 @@ class TestQuery:
         inventory = read_opencl(table)
         assert inventory.devices
         assert all(device.name and device.memory_total_bytes for device in inventory.devices)
+
+
+def test_a_variable_that_leads_to_no_driver_is_said() -> None:
+    told = absent_driver(("OCL_ICD_VENDORS",), "no OpenCL driver is installed", {"OCL_ICD_VENDORS": "/nowhere"})
+    assert told.reason is ReasonCode.HIDDEN_BY_ENVIRONMENT
+    assert "OCL_ICD_VENDORS='/nowhere'" in told.message
+    assert absent_driver(("OCL_ICD_VENDORS",), "none", {}).reason is ReasonCode.NO_DRIVER

@@ -22,7 +22,7 @@ Report = Callable[[int, int], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a safetensors file, or the index of a sharded checkpoint (.json)")
-    parser.add_argument("--device", metavar="ID", help="such as cuda:0 (default: the first usable one)")
+    parser.add_argument("--device", metavar="ID", help="cuda:0, or cuda for its first (default: the first usable)")
     parser.add_argument("--backend", metavar="NAME", help="(default: that of --device, else the best of this machine)")
     parser.add_argument(
         "--only",
@@ -55,7 +55,7 @@ async def _load(args: argparse.Namespace, progress: Report) -> dict[str, Any]:
 
     name: str | None = args.backend or (args.device.partition(":")[0] if args.device else None)
     async with await create_backend(name) as backend:
-        device = _choose(backend, args.device)
+        device = _choose(backend, args.device if ":" in (args.device or "") else None)
         began = time.perf_counter()
         async with await load_safetensors(
             args.file, backend, device.device_id, only=args.only, on_progress=progress

@@ -22,6 +22,8 @@ def interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
 
     def handler(number: int, frame: object) -> None:
         ended_by.append(number)
+        if len(ended_by) > 1:
+            return  # it is ending already; `timeout` and some service managers send theirs twice
         # asyncio's own handler for Ctrl-C cancels the main task; a background job has none, because its shell
         # ignores the key for it.
         if callable(signal.getsignal(signal.SIGINT)):
@@ -40,7 +42,8 @@ def interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
         yield
     finally:
         for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+            # Nothing may cut the end of a command short that a signal has ended.
+            signal.signal(number, signal.SIG_IGN if ended_by else signal.SIG_DFL)
 
 
 def give_up_stdout() -> None:

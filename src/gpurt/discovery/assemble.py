@@ -21,7 +21,7 @@ from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 if TYPE_CHECKING:
     from gpurt.discovery.remembered import Remembered
 
-__all__ = ["CONCLUSIVE", "BackendAnswer", "assemble", "same_card", "unavailable"]
+__all__ = ["CONCLUSIVE", "BackendAnswer", "assemble", "is_conclusive", "same_card", "unavailable"]
 
 CONCLUSIVE: Final = frozenset({ReasonCode.NO_DEVICE, ReasonCode.HIDDEN_BY_ENVIRONMENT})
 """Reasons that are successful enumerations: devices that are not among them are really not there."""
@@ -59,6 +59,13 @@ class BackendAnswer:
     """What may stand in for the next probe's answer. Replaces nothing: see :class:`DiscoveryMemory`."""
     unchanged: bool = False
     """The answer is a remembered one: the driver was not asked."""
+
+
+def is_conclusive(report: BackendReport) -> bool:
+    """Whether devices that the backend does not show are not there: it has counted them, or the bus shows none of its
+    vendor's."""
+    gone = report.reason in (ReasonCode.NO_DRIVER, ReasonCode.NO_LIBRARY) and NOT_ON_BUS in report.message
+    return report.status == "ok" or report.reason in CONCLUSIVE or gone
 
 
 def unavailable(name: str, failure: Failure, platform: str, *, elapsed_ms: float = 0.0) -> BackendAnswer:

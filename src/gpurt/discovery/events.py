@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gpurt.discovery.assemble import CONCLUSIVE
+from gpurt.discovery.assemble import is_conclusive
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.unreached import unreached
 from gpurt.errors import ReasonCode
@@ -175,7 +175,7 @@ def enumerated(report: BackendReport) -> bool:
 
     Also so when the backend cannot be used but its devices were listed: by NVML, or before verification hung.
     """
-    return report.status == "ok" or report.reason in CONCLUSIVE or bool(report.device_ids)
+    return is_conclusive(report) or bool(report.device_ids)
 
 
 def settled(old: DiscoveryResult | None, new: DiscoveryResult, *, hold_memory: bool = False) -> DiscoveryResult:

@@ -189,7 +189,11 @@ class Survey:
 
     async def _has_vendor(self, vendor: str | None) -> bool | None:
         """Whether the PCI bus shows a device of that vendor; None when nobody knows, or of no vendor."""
-        return None if vendor is None else await off_loop("pci", lambda: has_pci_vendor(self._root, vendor))
+        if vendor is None:
+            return None
+        # In WSL the GPU is Windows', and on no bus.
+        wsl = self._root / "dev/dxg"
+        return await off_loop("pci", lambda: None if wsl.exists() else has_pci_vendor(self._root, vendor))
 
 
 async def _recall(name: str, outcome: ProbeOutcome, remembered: Sequence[Remembered]) -> ProbeOutcome:

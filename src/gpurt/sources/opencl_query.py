@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpurt.errors import ReasonCode
-from gpurt.sources.table import Absence, load_package
+from gpurt.sources.table import Absence, absent_driver, load_package
 
 # cl.h and cl_ext.h
+_VARIABLES: Final = ("OCL_ICD_VENDORS", "OCL_ICD_FILENAMES", "OPENCL_VENDOR_PATH")
+"""Where the loaders look for drivers, in place of their own folders."""
+
 _DEVICE_NOT_FOUND: Final = -1
 _INVALID_VALUE: Final = -30
 _PLATFORM_NOT_FOUND: Final = -1001
@@ -48,10 +51,10 @@ def query_opencl(cl: Any = None) -> dict[str, Any]:
         platforms = list(cl.get_platforms())
     except Exception as exc:  # pyopencl's errors share no base but this one
         if getattr(exc, "code", None) == _PLATFORM_NOT_FOUND:
-            return Absence(ReasonCode.NO_DRIVER, "no OpenCL driver is installed").as_table()
+            return absent_driver(_VARIABLES, "no OpenCL driver is installed").as_table()
         return Absence(ReasonCode.ERROR, f"OpenCL cannot list platforms: {exc}").as_table()
     if not platforms:
-        return Absence(ReasonCode.NO_DRIVER, "no OpenCL driver is installed").as_table()
+        return absent_driver(_VARIABLES, "no OpenCL driver is installed").as_table()
     return {"platforms": [_platform(platform) for platform in platforms]}
 
 

@@ -8,11 +8,13 @@ are those of :mod:`gpurt.sources.sysfs`, and ``ambiguous``: told, but impossible
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from gpurt.errors import ReasonCode
+from gpurt.printable import quoted
 from gpurt.sources.sysfs import Skipped, parse_number
 
 REASONS: Final = frozenset({"unsupported", "no_permission", "invalid", "error", "ambiguous"})
@@ -29,6 +31,16 @@ class Absence:
     def as_table(self) -> dict[str, Any]:
         """The table that says so."""
         return {"error": {"reason": str(self.reason), "message": self.message}}
+
+
+def absent_driver(variables: Sequence[str], text: str, environ: Mapping[str, str] | None = None) -> Absence:
+    """That a loader finds no driver: ``text``, unless a variable has told it where to look."""
+    told = os.environ if environ is None else environ
+    for variable in variables:
+        if told.get(variable):
+            why = f"{variable}={quoted(told[variable])} hides the drivers that are installed, or there is none"
+            return Absence(ReasonCode.HIDDEN_BY_ENVIRONMENT, f"{text.replace('is installed', 'is found')}: {why}")
+    return Absence(ReasonCode.NO_DRIVER, text)
 
 
 def load_package(module: str, *, library: str | None = None) -> Any:

@@ -10,7 +10,10 @@ import logging
 from typing import Any, Final
 
 from gpurt.errors import ReasonCode
-from gpurt.sources.table import Absence, load_package
+from gpurt.sources.table import Absence, absent_driver, load_package
+
+_VARIABLES: Final = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
+"""Where the loader looks for drivers, in place of its own folders."""
 
 _1_1: Final = 1 << 22 | 1 << 12
 _1_2: Final = 1 << 22 | 2 << 12
@@ -70,7 +73,7 @@ def _instance(vk: Any) -> Any:
 def _no_instance(exc: Exception) -> Absence:
     name = type(exc).__name__
     if name == "VkErrorIncompatibleDriver":
-        return Absence(ReasonCode.NO_DRIVER, "no Vulkan driver is installed, or none of version 1.1")
+        return absent_driver(_VARIABLES, "no Vulkan driver is installed, or none of version 1.1")
     if name == "VkErrorInitializationFailed":
         return Absence(ReasonCode.NO_DRIVER, "no Vulkan driver could be initialised")
     return Absence(ReasonCode.ERROR, f"Vulkan does not start: {_text(exc)}")
