@@ -261,8 +261,10 @@ class GPUBackend(ABC):
         ``args`` are the kernel's parameters in order: allocations of the kernel's device, and NumPy scalars, whose
         types must be those of the source (``numpy.float32(2)`` for a ``float``). Their number and their types are
         compared with what the source declares, where it does so in plain words. What the kernel reads and writes
-        cannot be kept inside its allocations: as in any program, a wrong kernel may end the process. It takes its place in the order of every allocation that
-        it is given. Cancelled, it is dropped if it has not begun, and else runs to its end.
+        cannot be kept inside its allocations: as in any program, a wrong kernel may end the process.
+
+        It takes its place in the order of every allocation that it is given. Cancelled, it is dropped if it has not
+        begun, and else runs to its end.
 
         Raises:
             InvalidHandle: a kernel or an allocation that is stale, foreign, freed, or of another device.

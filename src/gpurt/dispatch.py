@@ -87,6 +87,7 @@ class Dispatcher:
         also_device: int | None = None,
         after_device: bool = False,
         undo: Callable[[Any], None] | None = None,
+        occupies: bool = True,
     ) -> Job:
         """Take a place in the order, now. Pass the job to ``finished`` next, or ``disown`` it.
 
@@ -96,10 +97,12 @@ class Dispatcher:
             also_device: a second device that the call occupies.
             after_device: wait for everything outstanding on the device first.
             undo: see :class:`gpurt.job.Job`.
+            occupies: the call uses the device, which hangs if the call does.
         """
         queue = self._routes.queue(index, queue_name)
         first = CONTROL if index is None else index
         devices = (first,) if also_device is None or also_device == index else (first, also_device)
+        devices = devices if occupies else ()
         job = Job(
             self._routes.prepared(index, queue, call),
             undo=undo,

@@ -42,7 +42,8 @@ class DriverKernels(DriverLifecycle):
 
         kernel = kernels.find(device_id, source, name)
         if kernel is None:
-            job = dispatch.submit(index, "compute", build)
+            # A compiler may take longer than a call of a driver should, and the device is free meanwhile.
+            job = dispatch.submit(index, "compile", build, occupies=False)
             kernel = await self._outcome(job, index, f"compile({name})", failure=CompileFailed)
         kernels.remember(kernel)
         return kernel

@@ -85,7 +85,7 @@ class DriverLifecycle(GuardedBackend):
         dispatch.rebind(loop)
 
         def undo(value: Any) -> None:
-            if value is not NOTHING:
+            if value is not NOTHING and self._dispatch in (dispatch, None):  # or it is open for somebody else by now
                 self.driver.close()
 
         job = dispatch.submit(None, "control", lambda _: _open(self.driver), undo=undo)
@@ -146,6 +146,9 @@ class DriverLifecycle(GuardedBackend):
                 self._open = False
                 if self._driver_open:
                     await self._close_driver(dispatch)
+                else:
+                    # An opening whose caller was cancelled may still be under way, and is undone on the same lane.
+                    await dispatch.finished(dispatch.submit(None, "control", lambda _: None), droppable=False)
         except TimeoutError:
             log.warning("%s: driver calls still run after %s s; their threads are left behind", self.name, timeout)
         except Exception as exc:

@@ -16,7 +16,7 @@ from gpurt.lane import HOLD_S, Lane
 from gpurt.order import Queue
 from gpurt.turns import short_turns
 
-QueueName = Literal["control", "telemetry", "memory", "h2d", "d2h", "small", "peer", "compute", "sync"]
+QueueName = Literal["control", "telemetry", "memory", "h2d", "d2h", "small", "peer", "compute", "compile", "sync"]
 """What a call is for. Each is a lane of its own where the driver allows it: both copy directions then run at once, a
 small copy, an allocation or a reading never waits behind a large load, and no copy behind a compiler."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -176,3 +177,43 @@ class TestCPU:
                     assert await backend.execute_kernel("field_add", 16, 256, args) is True
                     assert await backend.copy_from_device(out) == total.tobytes()
                     await backend.deallocate(out)
+
+
+class TestCompiler:
+    def test_one_that_does_not_end_is_ended(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        compiler = tmp_path / "cc"
+        compiler.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr("gpurt.backends.cpu.kernels._MOST_SECONDS", 1)
+        with pytest.raises(CompileFailed, match="killed after 1 s"):
+            CPUKernels().compile("void f(size_t b, size_t e) {}", "f")
+
+    async def test_a_slow_one_does_not_make_the_device_unresponsive(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        begun, go = tmp_path / "begun", tmp_path / "go"
+        compiler = tmp_path / "cc"
+        compiler.write_text(f"#!/bin/sh\ntouch {begun}\nwhile [ ! -e {go} ]; do sleep 0.01; done\nexit 1\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        async with CPUBackend(hang_after=0.05) as backend:
+            compiling = asyncio.create_task(backend.compile("cpu:0", "void f(int b, int e) {}", "f"))
+            while not await asyncio.to_thread(begun.exists):
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.15)
+            handle = await backend.allocate("cpu:0", 64)
+            await backend.copy_to_device(b"x" * 64, handle)
+            await backend.deallocate(handle)
+            await asyncio.to_thread(go.touch)
+            with pytest.raises(CompileFailed):
+                await compiling
+
+    def test_a_name_without_a_definition(self, kernels: CPUKernels) -> None:
+        source = "__attribute__((weak)) void f(unsigned long b, unsigned long e);"
+        with pytest.raises(CompileFailed, match="does not define"):
+            kernels.compile(source, "f")
+
+    def test_a_long_name(self, kernels: CPUKernels) -> None:
+        name = "f" * 300
+        kernels.compile(f"void {name}(unsigned long b, unsigned long e) {{}}", name)

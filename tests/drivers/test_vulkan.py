@@ -470,10 +470,15 @@ class TestRefusals:
         for variable in ("VK_DRIVER_FILES", "VK_ICD_FILENAMES"):
             monkeypatch.setenv(variable, "/nonexistent/icd.json")
         error = self.refused(VulkanDriver(platform="linux", root=Path("/nonexistent")))
-        assert error.reason is ReasonCode.NO_DRIVER
-        assert "mesa-vulkan-drivers" in (error.install_hint or "")
-        windows = self.refused(VulkanDriver(platform="win32", root=Path("/nonexistent")))
-        assert "apt" not in (windows.hint or "")
+        assert error.reason is ReasonCode.HIDDEN_BY_ENVIRONMENT
+        assert "VK_DRIVER_FILES='/nonexistent/icd.json'" in error.message
+        with monkeypatch.context() as nobody_says_so:
+            nobody_says_so.setattr("gpurt.sources.vulkan_query._VARIABLES", ())
+            error = self.refused(VulkanDriver(platform="linux", root=Path("/nonexistent")))
+            assert error.reason is ReasonCode.NO_DRIVER
+            assert "mesa-vulkan-drivers" in (error.install_hint or "")
+            windows = self.refused(VulkanDriver(platform="win32", root=Path("/nonexistent")))
+            assert "apt" not in (windows.hint or "")
         monkeypatch.undo()
         one = VulkanDriver()  # it was the environment's doing
         assert one.open()

@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "a cancelled initialize stays open",
         "lifecycle.py",
-        "            if value is not NOTHING:\n                self.driver.close()",
-        "            pass",
+        "            if value is not NOTHING and self._dispatch in (dispatch, None):",
+        "            if False:",
         "initialize",
     ),
     Mutant(

@@ -6,12 +6,15 @@ Apart from :mod:`gpurt.discovery.wire`, because this is what loads pydantic: a p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gpurt.errors import ReasonCode
 from gpurt.types import GPUDevice
+
+
+_LONGEST_TEXT: Final = 10_000
 
 
 class Sighting(BaseModel):
@@ -46,5 +49,12 @@ class ProbeLine(BaseModel):
     message: str = ""
     """With ``sighted`` and no reason: what people should know besides the devices."""
     hint: str | None = None
+
+    @field_validator("message", "hint", mode="before")
+    @classmethod
+    def _sent(cls, text: object) -> object:
+        """Libraries say what they like; a line has to be written, and to be short enough to be read."""
+        return text if not isinstance(text, str) else text[:_LONGEST_TEXT].encode("utf-8", "replace").decode()
+
     signature: str | None = None
     """What the answer rests on (:mod:`gpurt.discovery.signature`), with any line; None: not to be remembered."""

@@ -20,6 +20,15 @@ _OURS: Final[Mapping[str, str]] = {
     "GPURT_HEALTH_XIDS": "changes what NVIDIA's Xid errors say about a device",
     "GPURT_THERMAL_LIMIT": "a device of so many °C gets no new work",
 }
+_LOADERS: Final[Mapping[str, str]] = {
+    "VK_DRIVER_FILES": "Vulkan's loader takes the drivers of these files and no others",
+    "VK_ICD_FILENAMES": "Vulkan's loader takes the drivers of these files and no others",
+    "VK_LOADER_DRIVERS_DISABLE": "Vulkan's loader leaves these drivers out",
+    "VK_LOADER_DRIVERS_SELECT": "Vulkan's loader takes these drivers and no others",
+    "OCL_ICD_VENDORS": "OpenCL's loader looks for drivers there and nowhere else",
+    "OCL_ICD_FILENAMES": "OpenCL's loader takes these drivers, too",
+    "POCL_DEVICES": "PoCL shows these devices and no others",
+}
 _OFF: Final = frozenset({"0", "false", "no", "off"})
 
 
@@ -53,13 +62,17 @@ def explain_visibility(
     for name, meaning in _OURS.items():
         if environ.get(name):
             yield Explanation("visibility", name, "choice", f"{name}={quoted(environ[name])}: {meaning}.")
+    loaders = [name for name in _LOADERS if environ.get(name)]
+    for name in loaders:
+        text = f"{name}={quoted(environ[name])}: {_LOADERS[name]}."
+        yield Explanation("visibility", name, "loader", text, f"to have all drivers: {unset_command(name, platform)}")
     if plugins := environ.get("GPURT_PLUGINS"):
         loaded = "no third-party backend is loaded" if _is_off(plugins) else "third-party backends are loaded"
         yield Explanation("visibility", "GPURT_PLUGINS", "choice", f"GPURT_PLUGINS={quoted(plugins)}: {loaded}.")
     for name, meant in unknown_variables(environ).items():
         text = f"{name} is no variable of gpurt's, and does nothing unless a plug-in reads it."
         yield Explanation("visibility", name, "no effect", text, f"write {meant}" if meant else None)
-    if not set_here and _CONTAINER not in environ:
+    if not set_here and not loaders and _CONTAINER not in environ:
         where = "In the recorded environment" if recorded else "In the environment"
         text = f"{where}: no variable that hides or orders devices is set."
         yield Explanation("visibility", "environment", "nothing hidden", text)

@@ -12,7 +12,12 @@ from typing import Any, Final
 from gpurt.errors import ReasonCode
 from gpurt.sources.table import Absence, absent_driver, load_package
 
-_VARIABLES: Final = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
+_VARIABLES: Final = (
+    "VK_DRIVER_FILES",
+    "VK_ICD_FILENAMES",
+    "VK_LOADER_DRIVERS_DISABLE",
+    "VK_LOADER_DRIVERS_SELECT",
+)
 """Where the loader looks for drivers, in place of its own folders."""
 
 _1_1: Final = 1 << 22 | 1 << 12

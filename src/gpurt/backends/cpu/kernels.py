@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,10 @@ LANGUAGES: Final[frozenset[str]] = frozenset() if sys.platform == "win32" else f
 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _ENTRY: Final = "gpurt_entry"
+_MOST_SECONDS: Final = 60
+_MOST_BYTES: Final = 4 << 30
+"""Of one compiler: a kernel takes 0.05 s and some 50 MiB."""
+_MOST_LOG: Final = 64 << 10
 _LEAST_INDICES: Final = 1 << 15
 """Of one thread: starting one takes 0.05 to 0.1 ms, in which even the lightest kernel gets that far."""
 
@@ -65,18 +70,10 @@ class CPUKernels:
         text = f"{source}\nvoid *const {_ENTRY} = (void *){name};\n"
         # The library stays mapped when its file goes: nothing is left behind, whatever ends the process.
         with tempfile.TemporaryDirectory(prefix="gpurt-", ignore_cleanup_errors=True) as folder:
-            path = Path(folder, f"{name}.so")
-            done = subprocess.run(
-                [compiler, "-O3", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path), "-lm"],
-                input=text.encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "LC_ALL": "C"},
-                check=False,
-            )
-            log = done.stdout.decode(errors="replace").strip()
-            if done.returncode:
-                raise CompileFailed(f"the C compiler refuses the source of {name}", code=done.returncode, log=log)
+            path = Path(folder, "kernel.so")
+            code, log = _run_compiler(compiler, text, path)
+            if code:
+                raise CompileFailed(f"the C compiler refuses the source of {name}", code=code, log=log)
             try:
                 library = ctypes.CDLL(str(path))
             except OSError as exc:  # an undefined symbol, or a directory of temporary files without execution
@@ -84,7 +81,8 @@ class CPUKernels:
                 raise CompileFailed(f"what was built of {name} cannot be loaded", log=str(exc), hint=hint) from exc
         self._libraries.append(library._handle)
         address = ctypes.c_void_p.in_dll(library, _ENTRY).value
-        assert address is not None
+        if address is None:  # declared weak, and nowhere defined
+            raise CompileFailed(f"the source declares {name} and does not define it")
         return ctypes.CFUNCTYPE(None)(address)
 
     def launch(
@@ -118,6 +116,28 @@ class CPUKernels:
         libraries, self._libraries = self._libraries, []
         for handle in libraries:
             ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
+
+
+def _run_compiler(compiler: str, text: str, path: Path) -> tuple[int, str]:
+    """Exit code and log. The compiler ends with its time, also where nobody is left to end it."""
+    limits = f'ulimit -t {_MOST_SECONDS} && ulimit -v {_MOST_BYTES >> 10} 2>/dev/null; exec "$0" "$@"'
+    options = ["-O3", "-shared", "-fPIC", "-fmax-errors=20", "-x", "c", "-", "-o", str(path), "-lm"]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", limits, compiler, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "LC_ALL": "C"},
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(text.encode(), timeout=_MOST_SECONDS)
+        late = ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the compiler proper is a child of the one that was started
+        said, _ = process.communicate()
+        late = f"killed after {_MOST_SECONDS} s\n"
+    return process.returncode, late + said[:_MOST_LOG].decode(errors="replace").strip()
 
 
 def _as_c(argument: Any) -> Any:

@@ -99,6 +99,7 @@ class OpenVulkanDevice:
         Raises:
             MemoryError, OutOfRange: more than there is, or than the driver gives in one piece.
         """
+        _ = self.handle  # made by now, and only then it is known which types a buffer may have
         if self.mapped:
             types = choose(self._types, needed=MAPPED, wanted=HOST_CACHED)
         else:

@@ -83,6 +83,9 @@ def load_library(vk: Any, platform: str) -> Any:
         installed = vk.message.startswith("the Vulkan loader")
         hint = LOADER_HINTS.get(platform) if installed else INSTALL[NAME]
         raise _unavailable(vk.message, vk.reason, hint, install_hint=hint)
+    if not hasattr(vk, "vkCreateInstance"):
+        text = f"the module vulkan at {getattr(vk, '__file__', None) or '?'} is not the package of that name"
+        raise _unavailable(text, ReasonCode.NO_LIBRARY, None, install_hint=INSTALL[NAME])
     try:
         version: int = vk.vkEnumerateInstanceVersion()
     except AttributeError:  # a loader of version 1.0 has no such function
