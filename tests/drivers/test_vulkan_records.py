@@ -202,12 +202,17 @@ class TestRefusals:
 
     @pytest.mark.parametrize("has_function", [True, False])
     def test_loader_too_old(self, has_function: bool) -> None:
-        package = types.SimpleNamespace()
+        package = types.SimpleNamespace(vkCreateInstance=None)
         if has_function:
             package.vkEnumerateInstanceVersion = lambda: 1 << 22
         with pytest.raises(BackendUnavailable, match=r"version 1\.0; 1\.1 is needed") as caught:
             load_library(package, "linux")
         assert caught.value.reason is ReasonCode.DRIVER_MISMATCH
+
+    def test_another_package_of_that_name(self) -> None:
+        with pytest.raises(BackendUnavailable, match="is not the package") as caught:
+            load_library(types.SimpleNamespace(), "linux")
+        assert caught.value.reason is ReasonCode.NO_LIBRARY
 
     @pytest.mark.parametrize("reason", [ReasonCode.NO_DRIVER, ReasonCode.NO_DEVICE])
     def test_nodes_that_may_not_be_opened(self, reason: ReasonCode, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from gpurt.errors import ReasonCode
 from gpurt.types import GPUDevice
 
-
 _LONGEST_TEXT: Final = 10_000
 
 
