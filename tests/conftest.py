@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -23,6 +24,10 @@ pytest_plugins = ["tests.support.conformance_results"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Whatever a test starts and however it ends, the registry of whoever runs it is not a test's.
+    state = tempfile.TemporaryDirectory(prefix="gpurt-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(state.cleanup)
+    os.environ["XDG_STATE_HOME"] = state.name
     # An installed gpurt brings its plugin by entry point; a source tree on PYTHONPATH does not.
     if not config.pluginmanager.has_plugin("gpurt"):
         config.pluginmanager.import_plugin("gpurt.testing.plugin")
