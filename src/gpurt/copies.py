@@ -59,6 +59,7 @@ class DriverCopies(DriverLifecycle):
             return
         if size <= driver.inline_copy_bytes and dispatch.may_inline(allocation.chain, view.obj):
             await self._inline(dispatch, driver.write, allocation, offset, view, "copy_to_device")
+            self._copied.add(dst_handle.device_id, "host_to_device", size)
             return
 
         def write(job: Job) -> None:
@@ -75,6 +76,7 @@ class DriverCopies(DriverLifecycle):
             undo=lambda _: _release(view),
         )
         await self._outcome(job, index, "copy_to_device", extent=(size, offset))
+        self._copied.add(dst_handle.device_id, "host_to_device", size)
 
     async def copy_from_device(
         self, src_handle: MemoryHandle, offset_bytes: int = 0, size_bytes: int | None = None
@@ -94,13 +96,16 @@ class DriverCopies(DriverLifecycle):
         if size <= min(self.driver.inline_copy_bytes, NEW_BYTES) and dispatch.may_inline(allocation.chain, b""):
             buffer = bytearray(size)
             await self._inline(dispatch, self.driver.read, allocation, offset, memoryview(buffer), "copy_from_device")
+            self._copied.add(src_handle.device_id, "device_to_host", size)
             return bytes(buffer)
 
         def read(job: Job) -> bytes:
             return read_bytes(size, lambda view: self._walk(job, self.driver.read, allocation, offset, view))
 
         job = dispatch.submit(index, _read_queue(size), read, chains=(allocation.chain,))
-        return await self._outcome(job, index, "copy_from_device", extent=(size, offset))
+        read_out: bytes = await self._outcome(job, index, "copy_from_device", extent=(size, offset))
+        self._copied.add(src_handle.device_id, "device_to_host", size)
+        return read_out
 
     async def copy_into(self, src_handle: MemoryHandle, dst: Buffer, offset_bytes: int = 0) -> int:
         dispatch, allocation = self._enter_handle(src_handle, "copy_into")
@@ -116,6 +121,7 @@ class DriverCopies(DriverLifecycle):
 
         if size <= self.driver.inline_copy_bytes and dispatch.may_inline(allocation.chain, view.obj):
             await self._inline(dispatch, self.driver.read, allocation, offset, view, "copy_into")
+            self._copied.add(src_handle.device_id, "device_to_host", size)
             return size
 
         def read(job: Job) -> int:
@@ -132,7 +138,9 @@ class DriverCopies(DriverLifecycle):
             chains=(allocation.chain,),
             undo=lambda _: _release(view),
         )
-        return await self._outcome(job, index, "copy_into", extent=(size, offset), wait_out=True)
+        await self._outcome(job, index, "copy_into", extent=(size, offset), wait_out=True)
+        self._copied.add(src_handle.device_id, "device_to_host", size)
+        return size
 
     def _walk(self, job: Job, copy: HostCopy, allocation: Allocation, offset: int, view: memoryview) -> None:
         """Lane thread: ``view`` to or from the allocation, piece by piece, as long as somebody wants it."""
@@ -203,6 +211,7 @@ class DriverCopies(DriverLifecycle):
         job = dispatch.submit(src.index, "peer", copy, chains={src.chain, dst.chain}, also_device=dst.index)
         operation = f"copy_device_to_device({size:,} B to {dst_handle.device_id})"
         await self._outcome(job, src.index, operation, also_index=dst.index)
+        self._copied.add(src_handle.device_id, "device_to_device", size)
 
     async def load_file(
         self,
@@ -258,6 +267,7 @@ class DriverCopies(DriverLifecycle):
         finally:
             progress.close()
         progress.raise_failure()
+        self._copied.add(handle.device_id, "file_to_device", done)
         return done
 
     def _file_chunk(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import anyio
 
+from gpurt.activity import LaneActivity
 from gpurt.driver import Driver
 from gpurt.errors import BackendClosed, DeviceLost, DeviceUnresponsive, GPUError
 from gpurt.inline import LoopTurn, in_memory
@@ -175,6 +176,10 @@ class Dispatcher:
         nothing is before it in the order, nothing in it can wait, and the loop has been kept for long enough not yet.
         """
         return chain.idle and in_memory(buffer) and self.turn.has_room()
+
+    def lanes(self) -> list[LaneActivity]:
+        """What each lane is doing."""
+        return self._routes.activity(self._clock())
 
     # Device state
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gpurt.activity import CopiedBytes
 from gpurt.backend import GPUBackend
 from gpurt.dispatch import Dispatcher
 from gpurt.driver import Driver
@@ -75,6 +76,7 @@ class GuardedBackend(GPUBackend):
         self._hang_after = hang_after
         self._max_pending = max_pending
         self._on_background_error = on_background_error or _log_background_error
+        self._copied = CopiedBytes()
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatch: Dispatcher | None = None

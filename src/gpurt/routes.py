@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, Literal
 
+from gpurt.activity import LaneActivity
 from gpurt.driver import Driver
 from gpurt.job import Job
 from gpurt.lane import HOLD_S, Lane
@@ -55,6 +56,15 @@ class Routes:
 
     def __iter__(self) -> Iterator[Queue]:
         return iter(self._queues.values())
+
+    def activity(self, now: float) -> list[LaneActivity]:
+        """What each lane is doing at ``now``, a time of the lanes' clock. Lanes run on meanwhile: it is a glance."""
+        found: list[LaneActivity] = []
+        for queue in self._queues.values():
+            since, name = queue.lane.running_since, queue.lane.name.removeprefix("gpurt:")
+            running_s = None if since is None else max(0.0, now - since)
+            found.append(LaneActivity(name, queue.pending, len(queue.held), running_s))
+        return found
 
     def queue(self, index: int | None, name: QueueName) -> Queue:
         """Where a call for a device goes, or with None one for the library itself."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from gpurt.activity import Direction, LaneActivity
 from gpurt.copies import DriverCopies
 from gpurt.dispatch import Dispatcher
 from gpurt.errors import DeviceLost, GPUError, HandleInUse, InvalidHandle, OutOfRange, Unsupported
@@ -222,6 +224,14 @@ class DriverBackend(DriverCopies, DriverKernels):
         """Hits, misses and what the pool of a device holds. Does not wait; any time while the backend is open."""
         _, index = self._enter_device(device_id)
         return self._allocator.statistics(index)
+
+    def lanes(self) -> list[LaneActivity]:
+        """What each lane is doing; nothing where there are none, as before ``initialize``. Does not wait."""
+        return [] if self._dispatch is None else self._dispatch.lanes()
+
+    def copied_bytes(self) -> Mapping[tuple[str, Direction], int]:
+        """Bytes of completed copies by device id and direction, since this object was made. Does not wait."""
+        return self._copied.totals()
 
     # Telemetry
 

@@ -270,7 +270,17 @@ async def test_a_card_that_went_while_nobody_looked_is_removed(path: Path) -> No
     assert kinds(events)[1] == ("removed", UUIDS[3])
 
 
-async def test_a_failed_enumeration_removes_nothing(path: Path) -> None:
+async def test_a_card_that_is_on_no_bus_any_more_is_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpurt.discovery.survey.has_pci_vendor", lambda *_: False)
+    host = Host(device(0))
+    await host.service(path).discover_all_devices()
+    host.shows["cuda"] = NO_DRIVER
+    events = await take(host.service(path).subscribe(), 2)
+    assert kinds(events)[1] == ("removed", UUIDS[0])
+
+
+async def test_a_failed_enumeration_removes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpurt.discovery.survey.has_pci_vendor", lambda *_: None)  # nobody knows what is on the bus
     host = Host(device(0))
     await host.service(path).discover_all_devices()
     host.shows["cuda"] = NO_DRIVER

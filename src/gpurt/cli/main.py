@@ -30,6 +30,8 @@ COMMANDS: Final = {
     "discover": ("gpurt.cli.discover_command", "list the accelerators of this machine, and say why one is missing"),
     "worker": ("gpurt.cli.worker", "run a worker node: publish this machine's devices to a master"),
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
+    "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster: its authority, its hub, its nodes"),
+    "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),
     "demo": ("gpurt.cli.demo", "a master and two workers on this machine, for a few seconds"),
     "load": ("gpurt.cli.load", "load weights from safetensors files to a device, and say how fast"),
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
@@ -57,7 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = module.run
     args = parser.parse_args(arguments)
     verbosity: int = args.verbose
-    log_to_stderr((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
+    json_logs = getattr(args, "log_format", "text") == "json"
+    if json_logs:
+        from gpurt.cli.json_logs import log_json_to_stderr
+
+        log_json_to_stderr(level)
+    else:
+        log_to_stderr(level)
     assert run is not None, "argparse let a command pass that is not in COMMANDS"
     ended_by: list[int] = []
     try:
@@ -65,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = run(args)
         sys.stdout.flush()
     except GPUError as exc:
-        sys.stderr.write(f"gpurt {chosen}: {printable(' '.join(str(exc).split()), MAX_LINE)}\n")
+        text = printable(" ".join(str(exc).split()), MAX_LINE)
+        if json_logs:
+            logging.getLogger("gpurt.cli").error("gpurt %s: %s", chosen, text)
+        else:
+            sys.stderr.write(f"gpurt {chosen}: {text}\n")
         return 2
     except KeyboardInterrupt:
         return 128 + (ended_by[0] if ended_by else signal.SIGINT)
@@ -81,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         give_up_stdout()
         sys.stderr.write(f"gpurt {chosen}: {exc}\n")
         return 2
+    except Exception:
+        if not json_logs:
+            raise
+        # A traceback of its own would be many lines that are no records.
+        logging.getLogger("gpurt.cli").critical("gpurt %s has failed", chosen, exc_info=True)
+        return 1
     # A command that takes an interruption for its ordinary end has not ended by itself.
     return 128 + ended_by[0] if ended_by else code
 

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from gpurt.cli import protected
+from gpurt.cli.json_logs import add_log_format, announce
+from gpurt.cli.metrics_option import add_metrics, metrics_served
 from gpurt.cli.running import run_command
 
 REDRAW_S: Final = 0.1
@@ -28,46 +31,67 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
-    parser.add_argument("--cluster", default="default", help="name of the cluster (default: %(default)s)")
+    parser.add_argument("--cluster", help="name of the cluster (default: default, or the certificate's)")
     parser.add_argument(
-        "--listen", metavar="ENDPOINT", default=DEFAULT_ENDPOINT, help="where workers connect (default: %(default)s)"
+        "--listen",
+        metavar="ENDPOINT",
+        help=f"where workers connect (default: {DEFAULT_ENDPOINT}; with --tls all addresses of this machine)",
     )
+    protected.add_arguments(parser, "FOLDER, which is the folder hub that gpurt cluster init made")
     parser.add_argument(
         "--json",
         action="store_true",
         help="every change as a JSON line on stdout, and what devices measure, at most once a second per node",
     )
+    add_metrics(parser)
+    add_log_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.master import MasterConfig
+    from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
-    run_command(_serve(MasterConfig(cluster=args.cluster, endpoint=args.listen), as_json=args.json))
+    identity = protected.identity_of(args)
+    config = MasterConfig(
+        cluster=protected.chosen(args.cluster, identity and identity.cluster, "default"),
+        endpoint=protected.chosen(args.listen, identity and identity.listen_endpoint, DEFAULT_ENDPOINT),
+        tls=args.tls,
+        insecure=args.insecure,
+    )
+    run_command(_serve(config, as_json=args.json, metrics=args.metrics, log_changes=args.log_format == "json"))
     return 0
 
 
-async def _serve(config: MasterConfig, *, as_json: bool) -> None:
+async def _serve(
+    config: MasterConfig, *, as_json: bool, metrics: tuple[str, int] | None = None, log_changes: bool = False
+) -> None:
+    from gpurt.cluster import logged
     from gpurt.cluster.master import run_master
+    from gpurt.cluster.metrics import MasterMetrics
     from gpurt.cluster.view import MasterView
 
-    view = MasterView()
+    view, measured = MasterView(), MasterMetrics(config.cluster)
     listening: asyncio.Future[Master] = asyncio.get_running_loop().create_future()
 
     def ready(master: Master) -> None:
         listening.set_result(master)
-        sys.stderr.write(f"cluster {config.cluster}: listening at {config.endpoint}; Ctrl-C ends it\n")
+        measured.watch(master)
+        announce("cluster %s: listening at %s; Ctrl-C ends it", config.cluster, config.endpoint)
 
     tasks = [asyncio.create_task(run_master(config, view, on_ready=ready), name="gpurt-master")]
-    if as_json or not sys.stdout.isatty():
+    if log_changes:
+        tasks.append(asyncio.create_task(logged.log_changes(view)))
+    if as_json or log_changes or not sys.stdout.isatty():
         tasks.append(asyncio.create_task(_lines(view, as_json=as_json)))
         if as_json:
             tasks.append(asyncio.create_task(_readings(listening)))
     else:
         tasks.append(asyncio.create_task(_live(view, lambda node: _told(listening, node))))
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        async with metrics_served(metrics, measured.take):
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

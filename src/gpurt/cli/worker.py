@@ -11,6 +11,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from gpurt.cli import protected
+from gpurt.cli.json_logs import add_log_format, speak_for
+from gpurt.cli.metrics_option import add_metrics, metrics_served
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 
@@ -25,14 +28,14 @@ _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
-    parser.add_argument("--node", default=default_node(), help="name in the cluster (default: %(default)s)")
-    parser.add_argument("--cluster", default="default", help="name of the cluster (default: %(default)s)")
+    parser.add_argument("--node", help=f"name in the cluster (default: {default_node()}, or the certificate's)")
+    parser.add_argument("--cluster", help="name of the cluster (default: default, or the certificate's)")
     parser.add_argument(
         "--connect",
         metavar="ENDPOINT",
-        default=DEFAULT_ENDPOINT,
-        help="where the master listens (default: %(default)s)",
+        help=f"where the master listens (default: {DEFAULT_ENDPOINT}, or as in the folder of --tls)",
     )
+    protected.add_arguments(parser, "FOLDER, as gpurt cluster enrol made it")
     parser.add_argument("--registry", metavar="PATH", help="registry file; two workers of one machine need two")
     parser.add_argument(
         "--simulate", metavar="SPEC", help='simulated devices instead of real ones, e.g. "h100x8,m2-ultra"'
@@ -50,23 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="what happens as JSON lines on stdout")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
+    add_metrics(parser)
+    add_log_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpurt.cluster.worker import WorkerConfig
+    from gpurt.cluster.worker import DEFAULT_ENDPOINT, WorkerConfig
 
+    identity = protected.identity_of(args)
     try:
         config = WorkerConfig(
-            node=args.node,
-            cluster=args.cluster,
-            endpoint=args.connect,
+            node=protected.chosen(args.node, identity and identity.name, default_node()),
+            cluster=protected.chosen(args.cluster, identity and identity.cluster, "default"),
+            endpoint=protected.chosen(args.connect, identity and identity.endpoint, DEFAULT_ENDPOINT),
+            tls=args.tls,
+            insecure=args.insecure,
             registry_path=args.registry,
             simulate=args.simulate,
             backends=args.backend,
             interval_s=args.interval,
             probe_timeout_s=args.timeout,
         )
-        run_command(_Session(config, check_bytes=args.check, as_json=args.json).run(args.exit_with_stdin))
+        speak_for(config.node)
+        session = _Session(config, check_bytes=args.check, as_json=args.json, log_events=args.log_format == "json")
+        run_command(session.observed(args.metrics, args.exit_with_stdin))
     except ValueError as exc:
         if isinstance(exc, GPUError):
             raise
@@ -77,10 +87,18 @@ def run(args: argparse.Namespace) -> int:
 class _Session:
     """One run of the command: says what happens, and owns the backend that it opened."""
 
-    def __init__(self, config: Any, *, check_bytes: int | None, as_json: bool) -> None:
+    def __init__(self, config: Any, *, check_bytes: int | None, as_json: bool, log_events: bool = False) -> None:
+        from gpurt.cluster.node_metrics import NodeMetrics
+
+        self.metrics = NodeMetrics(config.node)
+        self.log_events = log_events
         self.config = config
         self.check_bytes = check_bytes
         self.as_json = as_json
+
+    async def observed(self, metrics: tuple[str, int] | None, exit_with_stdin: bool) -> None:
+        async with metrics_served(metrics, self.metrics.take):
+            await self.run(exit_with_stdin)
 
     async def run(self, exit_with_stdin: bool) -> None:
         from gpurt.cluster.worker import run_worker
@@ -96,6 +114,11 @@ class _Session:
                 raise  # Ctrl-C, not the end of stdin
 
     async def _ready(self, worker: Worker) -> None:
+        self.metrics.watch(worker)
+        if self.log_events:
+            from gpurt.cluster.logged import log_events
+
+            self.logging = asyncio.create_task(log_events(self.config.node, worker.discovery.subscribe()))
         snapshot = worker.publisher.snapshot()
         self._say(
             {"event": "joined", "node": snapshot.node, "devices": [d.stable_id for d in snapshot.gpu_devices]},
@@ -117,6 +140,7 @@ class _Session:
             await asyncio.Event().wait()
 
     async def _serve(self, backend: GPUBackend) -> None:
+        self.metrics.use(backend)
         device = backend.devices[0]
         self._say(
             {"event": "opened", "backend": backend.name, "device_id": device.device_id, "name": device.name},

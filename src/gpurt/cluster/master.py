@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from gpurt.cluster.keys import check_name
 from gpurt.cluster.observer import RESYNC_INTERVAL_S, ClusterObserver
 from gpurt.cluster.readings import DeviceReadings
 from gpurt.cluster.records import NodeState
+from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import DEFAULT_ENDPOINT
 from gpurt.cluster.zenoh_engine import ZenohEngine
@@ -21,7 +23,7 @@ from gpurt.cluster.zenoh_settings import check_endpoint
 class MasterConfig:
     """
     Raises:
-        InvalidName: cluster or endpoint malformed.
+        InvalidName: cluster or endpoint malformed. InsecureEndpoint: others could reach it unprotected.
     """
 
     cluster: str = "default"
@@ -29,10 +31,15 @@ class MasterConfig:
     listen: bool = True
     """Be the hub; False: watch a cluster through a hub that runs elsewhere."""
     resync_interval_s: float = RESYNC_INTERVAL_S
+    tls: str | os.PathLike[str] | None = None
+    """Folder with the certificate to show, from ``gpurt cluster enrol`` (``hub`` to listen)."""
+    insecure: bool = False
+    """Without one, use an endpoint that others can reach all the same."""
 
     def __post_init__(self) -> None:
         check_name(self.cluster, "cluster")
         check_endpoint(self.endpoint)
+        check_protected(self.endpoint, tls=self.tls is not None, insecure=self.insecure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +79,15 @@ async def run_master(
         engine: in place of a zenoh session at ``config.endpoint``. Started and closed here.
 
     Raises:
-        BusUnavailable: no zenoh here, or the address is in use.
+        BusUnavailable: no zenoh here, or the address is in use. CredentialsRefused: what ``config.tls`` names.
     """
-    engine = engine or ZenohEngine(cluster=config.cluster, endpoint=config.endpoint, listen=config.listen)
+    engine = engine or ZenohEngine(
+        cluster=config.cluster,
+        endpoint=config.endpoint,
+        listen=config.listen,
+        tls=config.tls,
+        insecure=config.insecure,
+    )
     observer = ClusterObserver(engine, view, resync_interval_s=config.resync_interval_s)
     try:
         await engine.start()

@@ -170,7 +170,10 @@ class ClusterObserver:
             self.rejected["malformed"] += 1
             _log.warning("ignored: %s", exc)
             return
-        self._do(item.node, known, known.sequence.event(event.position, event))
+        step = known.sequence.event(event.position, event)
+        if step.resync is Resync.OLD_EPOCH:  # once, until the node has answered: a whole run may be repeated
+            _log.warning("ignored: event %s, which is of an earlier run of the node", event.id[:200])
+        self._do(item.node, known, step)
 
     def _do(self, name: str, known: _Node, step: _Step) -> None:
         if step.snapshot is not None:

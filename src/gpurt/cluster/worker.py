@@ -18,6 +18,7 @@ from gpurt.cluster.groups import single
 from gpurt.cluster.keys import check_name
 from gpurt.cluster.monitoring import NodeMonitoring
 from gpurt.cluster.publisher import NodePublisher
+from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.state import this_host
 from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_settings import check_endpoint
@@ -38,7 +39,8 @@ _log = logging.getLogger("gpurt.cluster.worker")
 class WorkerConfig:
     """
     Raises:
-        InvalidName: node, cluster or endpoint malformed. ValueError: ``telemetry_s`` is no time.
+        InvalidName: node, cluster or endpoint malformed. InsecureEndpoint: others could reach it unprotected.
+        ValueError: ``telemetry_s`` is no time.
     """
 
     node: str
@@ -55,11 +57,16 @@ class WorkerConfig:
     probe_timeout_s: float | None = None
     telemetry_s: float | None = 1.0
     """Between two readings of each device; None reads and listens to none."""
+    tls: str | os.PathLike[str] | None = None
+    """Folder with the certificate to show, from ``gpurt cluster enrol``."""
+    insecure: bool = False
+    """Without one, use an endpoint that others can reach all the same."""
 
     def __post_init__(self) -> None:
         check_name(self.node, "node")
         check_name(self.cluster, "cluster")
         check_endpoint(self.endpoint)
+        check_protected(self.endpoint, tls=self.tls is not None, insecure=self.insecure)
         if self.telemetry_s is not None and not self.telemetry_s > 0:
             raise ValueError(f"telemetry_s must be a positive number of seconds or None, not {self.telemetry_s!r}")
 
@@ -95,11 +102,14 @@ async def run_worker(
 
     Raises:
         NodeNameTaken: the name is in use. BusUnavailable: no zenoh here. ValueError: ``simulate`` is malformed.
+        CredentialsRefused: what ``config.tls`` names is missing, expired or refused by the hub.
     """
     registry = RegistryFile(config.registry_path)
     epoch = Epoch.new(await off_loop("epoch", registry.next_epoch))
     host = await off_loop("host", this_host)
-    engine = engine or ZenohEngine(cluster=config.cluster, endpoint=config.endpoint)
+    engine = engine or ZenohEngine(
+        cluster=config.cluster, endpoint=config.endpoint, tls=config.tls, insecure=config.insecure
+    )
     async with AsyncExitStack() as stack:
         backend = None
         if config.simulate is not None:

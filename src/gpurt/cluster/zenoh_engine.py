@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -19,6 +20,8 @@ from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
 from gpurt.cluster.readings import MAX_READINGS_BYTES
+from gpurt.cluster.security.loopback import check_protected
+from gpurt.cluster.security.protection import Protection
 from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
 from gpurt.cluster.zenoh_hub import watch_hub
 from gpurt.cluster.zenoh_node import ZenohNode
@@ -45,6 +48,12 @@ class ZenohEngine:
     Args:
         endpoint: ``tcp/HOST:PORT`` of the hub.
         listen: be the hub. Its end does not end the others: they connect again when there is one again.
+        tls: folder with the certificate to show (:mod:`gpurt.cluster.security.enrolment`); read at each start.
+        insecure: without one, let other machines in all the same.
+
+    Raises:
+        InvalidName: cluster or endpoint malformed. InsecureEndpoint: other machines could reach the endpoint
+            unprotected, or ``tls`` would not be used with it.
     """
 
     def __init__(
@@ -54,11 +63,15 @@ class ZenohEngine:
         endpoint: str,
         listen: bool = False,
         settings: ZenohSettings | None = None,
+        tls: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
     ) -> None:
         self._cluster = check_name(cluster, "cluster")
         self.endpoint = check_endpoint(endpoint)
+        check_protected(self.endpoint, tls=tls is not None, insecure=insecure)
         self.listen = listen
         self.settings = settings or ZenohSettings()
+        self._protection = None if tls is None else Protection(tls, cluster, self.endpoint, listen=listen)
         self._zenoh: Any = None
         self._session: Any = None
         self._callbacks: SessionCallbacks | None = None
@@ -89,6 +102,8 @@ class ZenohEngine:
         try:
             await self._open(lane, opened)
             self._session, self._callbacks = opened[0]
+            if self._protection is not None:
+                self._protection.remind()
         except BaseException:
             # An open that is under way ends within its own timeout; the lane then closes what it gave. That may be
             # after the next start, so it is not this object's session.
@@ -110,6 +125,8 @@ class ZenohEngine:
         if self._opening is not None and self._opening.get_loop() is asyncio.get_running_loop():
             await asyncio.wait({self._opening})  # start() sees that it is closed, and undoes itself
             return
+        if self._protection is not None:
+            self._protection.forget()
         session, self._session = self._session, None
         callbacks, self._callbacks = self._callbacks, None
         for task in tuple(self._commands):
@@ -155,11 +172,14 @@ class ZenohEngine:
 
     def _open_session(self, opened: list[_Opened]) -> None:
         self._zenoh = zenoh = load_zenoh()
-        config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings)
+        protection = None if self._protection is None else self._protection.values(zenoh)
+        config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings, protection=protection)
         try:
             session = zenoh.open(config)
         except zenoh.ZError as exc:
             if not self.listen:
+                if self._protection is not None:
+                    self._protection.check_refusal()
                 raise BusUnavailable(f"no hub at {self.endpoint}: {plain(exc)}", hint="start the master") from exc
             raise BusUnavailable(
                 f"cannot listen on {self.endpoint}: {plain(exc)}",
@@ -167,8 +187,13 @@ class ZenohEngine:
             ) from exc
         callbacks = SessionCallbacks(zenoh)
         opened.append((session, callbacks))
+        if self.listen and self._protection is not None:
+            self._protection.watch(session, callbacks, zenoh.SampleKind.PUT)
         if not self.listen:
-            watch_hub(session, callbacks, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session)
+            trouble = None if self._protection is None else self._protection.trouble
+            watch_hub(
+                session, callbacks, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session, trouble
+            )
 
     # A node
 
@@ -178,6 +203,8 @@ class ZenohEngine:
         check_size(state, f"state of node {node}", MAX_STATE_BYTES)
         if self._node is not None:
             raise ClusterError(f"already joined as node {self._node.node}")
+        if self._protection is not None:
+            self._protection.check_node(node)
         take = None if on_command is None else self._command_taker(on_command)
         self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take)
         try:

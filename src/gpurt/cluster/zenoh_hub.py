@@ -16,13 +16,19 @@ _log = logging.getLogger("gpurt.cluster.zenoh")
 
 
 def watch_hub(
-    session: Any, callbacks: SessionCallbacks, endpoint: str, opened: Any, in_use: Callable[[], bool]
+    session: Any,
+    callbacks: SessionCallbacks,
+    endpoint: str,
+    opened: Any,
+    in_use: Callable[[], bool],
+    trouble: Callable[[], str | None] | None = None,
 ) -> None:
     """Watch until ``session`` is closed. A client has one connection, that to its hub.
 
     Args:
         opened: the kind of an event that tells of an opened connection.
         in_use: False once the session is being closed, when the end of its connection is no news.
+        trouble: what on this side may have ended the connection; called on a thread of zenoh.
     """
     away = False
 
@@ -34,7 +40,8 @@ def watch_hub(
             away = False
         elif in_use():
             away = True
-            _log.warning("the hub at %s went away; waiting until it is back", endpoint)
+            why = None if trouble is None else trouble()
+            _log.warning("the hub at %s went away; waiting until it is back%s", endpoint, f" ({why})" if why else "")
 
     # Without a handle to hold: in the background it lives as long as the session.
     session.info.declare_transport_events_listener(callbacks.wrap(changed))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
+
+_log = logging.getLogger("gpurt.cluster.zenoh")
 
 
 class ZenohQuery:
@@ -51,8 +54,11 @@ class ZenohQuery:
 
     def _collect(self, reply: Any) -> None:
         answer = reply.ok or reply.err
-        if len(answer.payload) <= self._limit:
+        size = len(answer.payload)
+        if size <= self._limit:
             self._replies.append((reply.ok, None if reply.ok else answer))
+        else:
+            _log.warning("ignored: an answer of %d bytes, over the limit of %d", size, self._limit)
 
     def _finish(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits

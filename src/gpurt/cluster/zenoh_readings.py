@@ -56,7 +56,9 @@ class ZenohReadings:
         except InvalidName as exc:
             _log.warning("ignored: %s", exc)
             return
-        if len(sample.payload) > MAX_READINGS_BYTES:
+        size = len(sample.payload)
+        if size > MAX_READINGS_BYTES:
+            _log.warning("ignored: readings of node %s of %d bytes", node, size)
             return
         self._waiting.append((node, sample.payload.to_bytes()))
         if not self._woken:

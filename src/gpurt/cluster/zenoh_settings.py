@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from gpurt.cluster.bus import MAX_STATE_BYTES
 from gpurt.cluster.errors import BusUnavailable, InvalidName
 
 _ENDPOINT = re.compile(
     r"(tcp|tls|quic|udp)/([^\s,/:?#\[\]]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})([?#][^\s,]{1,512})?"
 )
+MAX_MESSAGE_BYTES: Final = MAX_STATE_BYTES + (64 << 10)
+"""Of one message on a link, with its headers; zenoh drops a larger one while it is still putting it together."""
+
 _SOCKET_FILE = re.compile(r"unixsock-stream/[^\s,]{1,512}")
 
 
@@ -73,8 +78,14 @@ def load_zenoh() -> Any:
     return zenoh
 
 
-def session_config(zenoh: Any, endpoint: str, *, listen: bool, settings: ZenohSettings) -> Any:
-    """A configuration of ``zenoh`` for the hub (``listen``) or for one of its clients."""
+def session_config(
+    zenoh: Any, endpoint: str, *, listen: bool, settings: ZenohSettings, protection: Mapping[str, Any] | None = None
+) -> Any:
+    """A configuration of ``zenoh`` for the hub (``listen``) or for one of its clients.
+
+    Args:
+        protection: more values: those of certificates and of access control.
+    """
     millis = 1000
     values: dict[str, Any] = {
         "mode": "router" if listen else "client",
@@ -91,12 +102,15 @@ def session_config(zenoh: Any, endpoint: str, *, listen: bool, settings: ZenohSe
         },
         "transport/link/tx/lease": round(settings.lease_s * millis),
         "transport/link/tx/keep_alive": 4,
+        "transport/link/rx/max_message_size": MAX_MESSAGE_BYTES,
+        # Between processes of one machine it would pass by the limit above, and by the encryption.
+        "transport/shared_memory/enabled": False,
         # Nobody joins who was not told the address.
         "scouting/multicast/enabled": False,
         "scouting/gossip/enabled": False,
         "scouting/delay": 0,  # a hub has nobody to wait for
     }
     config = zenoh.Config()
-    for key, value in values.items():
+    for key, value in {**values, **(protection or {})}.items():
         config.insert_json5(key, json.dumps(value))
     return config

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from gpurt.health.evidence import SEVERITY
+from gpurt.health.policy import XID_MEANINGS
+from gpurt.printable import printable
 
 if TYPE_CHECKING:
+    from gpurt.health.report import HealthReport
     from gpurt.telemetry.collector import TelemetryCollector
+    from gpurt.types import BackendReport, GPUDevice
 
 CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """For the header of an HTTP answer."""
@@ -115,6 +120,64 @@ def telemetry_families(collector: TelemetryCollector) -> list[Family]:
             elif reading.reason is not None:
                 unavailable.add(1, device=device, metric=metric, reason=reading.reason)
     return [*gauges.values(), age, contact, throttled, unavailable, dropped]
+
+
+def device_families(devices: Mapping[str, GPUDevice]) -> list[Family]:
+    """What a node says of its devices, by the key under which it tells them."""
+    count = Family("gpurt_devices", "gauge", "Devices of the node by state.")
+    info = Family("gpurt_device_info", "gauge", "1, with what the device is.")
+    state = Family("gpurt_device_state", "gauge", "1 for the state that the device is believed to be in.")
+    usable = Family("gpurt_device_usable", "gauge", "1 where new work may be placed on the device.")
+    memory = Family("gpurt_memory_usable_bytes", "gauge", "Memory that can be allocated on the device.", "bytes")
+    states = Counter(device.state for device in devices.values())
+    for each in SEVERITY:
+        count.add(states[each], state=each)
+    for key, device in devices.items():
+        info.add(
+            1,
+            device=key,
+            device_id=device.device_id,
+            name=printable(device.name),
+            vendor=device.vendor,
+            backend=device.backend,
+            kind=device.kind,
+            simulated=str(device.simulated).lower(),
+        )
+        for each in SEVERITY:
+            state.add(int(each is device.state), device=key, state=each)
+        usable.add(int(device.usable), device=key)
+        if device.memory_usable_bytes is not None:
+            memory.add(device.memory_usable_bytes, device=key)
+    return [count, info, state, usable, memory]
+
+
+def probe_families(reports: Iterable[BackendReport]) -> list[Family]:
+    """What came of the last probe of each backend."""
+    took = Family("gpurt_probe_duration_seconds", "gauge", "How long the backend's last probe took.", "seconds")
+    available = Family("gpurt_backend_available", "gauge", "1 where the backend can be used here, else 0.")
+    unavailable = Family(
+        "gpurt_backend_unavailable", "gauge", "1 for each backend that cannot be used, with the reason."
+    )
+    for report in {report.name: report for report in reports}.values():
+        available.add(int(report.status == "ok"), backend=report.name)
+        if report.reason is not None:
+            unavailable.add(1, backend=report.name, reason=report.reason)
+        if report.elapsed_ms > 0:  # 0 is of one that was not asked
+            took.add(report.elapsed_ms / 1000, backend=report.name)
+    return [took, available, unavailable]
+
+
+def xid_families(report: HealthReport) -> list[Family]:
+    """Xids of the report's time. A gauge: what is remembered has an end, and a counter must never become less."""
+    xids = Family("gpurt_xids_recent", "gauge", f"Xids of the last {report.hours:g} h, those of applications included.")
+    for key, device in report.devices.items():
+        counts: Counter[str] = Counter()
+        for number, count in device.xids.items():
+            # Drivers may tell any number; only those with a meaning get a series of their own.
+            counts[str(number) if number in XID_MEANINGS else "other"] += count
+        for name, count in sorted(counts.items()):
+            xids.add(count, device=key, xid=name)
+    return [xids]
 
 
 def metrics_text(collector: TelemetryCollector) -> str:

@@ -1,0 +1,168 @@
+"""The devices that layers may be put on, as the solver sees them.
+
+Speeds are those that a layer really gets: measured ones are taken as they are, peak figures of a table or of the
+vendor are multiplied by an efficiency and marked in ``estimated``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pydantic import Field, model_validator
+
+from gpurt.placement.record import PlacementRecord
+from gpurt.types import DeviceKind, DeviceState, GPUDevice
+
+BANDWIDTH_EFFICIENCY: Final = 0.7
+"""Share of the peak memory bandwidth that reading weights gets; an assumption, used only with peak figures."""
+COMPUTE_EFFICIENCY: Final = 0.5
+"""Share of the peak arithmetic rate that a layer gets; an assumption, used only with peak figures."""
+DEFAULT_RESERVE: Final = 0.1
+"""Share of the usable memory that is left free: fragmentation and what other processes take meanwhile."""
+
+FALLBACK_SPEEDS: Final[Mapping[DeviceKind, tuple[float, float]]] = {
+    DeviceKind.GPU: (300e9, 20e12),
+    DeviceKind.INTEGRATED_GPU: (60e9, 2e12),
+    DeviceKind.ACCELERATOR: (60e9, 10e12),
+    DeviceKind.CPU: (40e9, 0.5e12),
+    DeviceKind.SOFTWARE: (20e9, 0.1e12),
+    DeviceKind.UNKNOWN: (40e9, 0.5e12),
+}
+"""Memory bandwidth (bytes/s) and arithmetic rate (FLOP/s) of a kind whose figures nobody knows: the order of magnitude
+of the slower half of that kind, always marked estimated."""
+
+
+class ResidentRange(PlacementRecord):
+    """Layers ``start`` to ``end`` (exclusive) of a model that already lie on a device."""
+
+    model: str
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _order(self) -> ResidentRange:
+        if self.end < self.start:
+            raise ValueError("end lies before start")
+        return self
+
+
+class PlacementDevice(PlacementRecord):
+    """One device."""
+
+    id: str = Field(min_length=1)
+    """Unique in the cluster: ``node/stable key``."""
+    node: str = Field(min_length=1)
+    zone: str = "default"
+    """Devices of one zone are close to each other: rack, site."""
+    labels: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """Failure domains by kind, e.g. ``{"power": "b"}``; ``node`` and ``zone`` are domains without being named here."""
+    backend: str = "unknown"
+    vendor: str = "unknown"
+    name: str = ""
+    kind: DeviceKind = DeviceKind.GPU
+    usable_bytes: int = Field(ge=0)
+    """What may be allocated, before reserve and overhead."""
+    reserve_bytes: int = Field(default=0, ge=0)
+    """Left free."""
+    overhead_bytes: int = Field(default=0, ge=0)
+    """What the backend's runtime takes for itself: context, kernels."""
+    memory_bandwidth: float = Field(gt=0)
+    """Bytes/s while weights are read."""
+    compute_flops: float = Field(gt=0)
+    """FLOP/s in the model's data type."""
+    load_bandwidth: float | None = Field(default=None, gt=0)
+    """Bytes/s at which weights arrive on it from where they are stored; None: not known."""
+    launch_seconds: float = Field(default=0.0, ge=0)
+    """Fixed time per layer."""
+    dtypes: frozenset[str] | None = None
+    """Data types it computes in; None: not known, not checked."""
+    unsupported_operations: frozenset[str] = frozenset()
+    max_allocation_bytes: int | None = Field(default=None, ge=0)
+    """Largest single allocation; None: no limit known."""
+    memory_pool_id: str | None = None
+    """Devices of one node with equal ids share their memory: at most one of them is used."""
+    resident: tuple[ResidentRange, ...] = ()
+    estimated: frozenset[str] = frozenset()
+    """Names of the fields that come from a table and not from a measurement."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What weights, cache and activations may take together."""
+        return max(0, self.usable_bytes - self.reserve_bytes - self.overhead_bytes)
+
+    def domain(self, kind: str) -> str | None:
+        """Its failure domain of that kind; None where it has none."""
+        if kind == "node":
+            return self.node
+        if kind == "zone":
+            return self.zone
+        return self.labels.get(kind)
+
+
+def device_from_gpu(
+    device: GPUDevice,
+    *,
+    node: str,
+    key: str | None = None,
+    zone: str = "default",
+    reserve: float = DEFAULT_RESERVE,
+    memory_bandwidth: float | None = None,
+    compute_flops: float | None = None,
+    load_bandwidth: float | None = None,
+    dtypes: frozenset[str] | None = None,
+    resident: tuple[ResidentRange, ...] = (),
+) -> PlacementDevice:
+    """A device of the master's view. Measured speeds are given by the caller, who has them; else tables are used.
+
+    A device whose memory nobody knows, or that must not be used, gets no usable bytes.
+    """
+    usable = device.memory_usable_bytes
+    if usable is None:
+        usable = device.memory_available if device.memory_available is not None else device.memory_bytes
+    if usable is None or not device.usable or device.state is not DeviceState.HEALTHY:
+        usable = 0
+    table_bandwidth, table_flops = FALLBACK_SPEEDS[device.kind]
+    estimated: set[str] = set()
+    if memory_bandwidth is None:
+        estimated.add("memory_bandwidth")
+        peak = device.bandwidth_gbps * 1e9 if device.bandwidth_gbps else table_bandwidth
+        memory_bandwidth = peak * BANDWIDTH_EFFICIENCY
+    if compute_flops is None:
+        estimated.add("compute_flops")
+        compute_flops = table_flops * COMPUTE_EFFICIENCY
+    return PlacementDevice(
+        id=f"{node}/{key or device.stable_id}",
+        node=node,
+        zone=zone,
+        backend=device.backend,
+        vendor=device.vendor,
+        name=device.name,
+        kind=device.kind,
+        usable_bytes=usable,
+        reserve_bytes=int(usable * reserve),
+        memory_bandwidth=memory_bandwidth,
+        compute_flops=compute_flops,
+        load_bandwidth=load_bandwidth,
+        dtypes=dtypes,
+        memory_pool_id=device.memory_pool_id,
+        resident=resident,
+        estimated=frozenset(estimated),
+    )
+
+
+def devices_from_view(
+    available: Mapping[tuple[str, str], GPUDevice],
+    *,
+    zones: Mapping[str, str] | None = None,
+    reserve: float = DEFAULT_RESERVE,
+) -> tuple[PlacementDevice, ...]:
+    """The devices of a master's view: give ``ClusterSnapshot.available_devices``. ``zones`` maps nodes to zones.
+
+    Software devices are left out: they compute on the processor that is listed beside them.
+    """
+    return tuple(
+        device_from_gpu(device, node=node, key=key, zone=(zones or {}).get(node, "default"), reserve=reserve)
+        for (node, key), device in available.items()
+        if device.kind is not DeviceKind.SOFTWARE
+    )

@@ -1,0 +1,79 @@
+"""What can go wrong while a model is placed.
+
+::
+
+    GPUError
+    └── PlacementError
+        ├── InvalidPlacementInput   (ValueError)  a model, device, link or constraint that cannot be: .field
+        ├── InfeasiblePlacement     no plan keeps every constraint: .constraint, .report
+        ├── InvalidPlan             (ValueError)  a plan that breaks a rule: .rule, .where
+        ├── PlacementCancelled      the solver was told to stop before it had a plan
+        └── PlacementTimeout        (TimeoutError)  the time budget ended before there was a plan or a proof of none
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpurt.errors import GPUError
+
+
+class PlacementError(GPUError):
+    """Root of the errors of placement."""
+
+
+class InvalidPlacementInput(PlacementError, ValueError):
+    """An input that no placement can have.
+
+    Attributes:
+        field: dotted path of the field that is wrong (``"layers.3.weight_bytes"``).
+    """
+
+    _extra = ("field",)
+
+    def __init__(self, message: str, *, field: str, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.field}: {super().__str__()}"
+
+
+class InfeasiblePlacement(PlacementError):
+    """No plan keeps every constraint, and that is certain.
+
+    Attributes:
+        constraint: which kind of constraint cannot be kept (``"memory"``, ``"layers"``, ``"backend"``, …).
+        report: the explanation with its figures, where one was made.
+    """
+
+    _extra = ("constraint", "report")
+
+    def __init__(self, message: str, *, constraint: str, report: Any = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.constraint = constraint
+        self.report = report
+
+
+class InvalidPlan(PlacementError, ValueError):
+    """A plan that breaks a rule.
+
+    Attributes:
+        rule: which one (``"coverage"``, ``"memory"``, ``"device"``, ``"link"``, ``"pin"``, …).
+        where: the device, stage or field concerned.
+    """
+
+    _extra = ("rule", "where")
+
+    def __init__(self, message: str, *, rule: str, where: str, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.rule = rule
+        self.where = where
+
+
+class PlacementCancelled(PlacementError):
+    """The solver was told to stop before it had any plan."""
+
+
+class PlacementTimeout(PlacementError, TimeoutError):
+    """The time budget ended before there was a plan, and nothing proves that there is none."""

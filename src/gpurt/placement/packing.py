@@ -1,0 +1,169 @@
+"""A plan for the case that there is hardly room for one: as much capacity as the devices give, then an order."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpurt.placement.beam import keeps_rules
+from gpurt.placement.filling import Filling
+from gpurt.placement.instance import Floats, Instance, Ints
+from gpurt.placement.paths import Step
+
+_SPARE = 8
+"""Units tried beyond those that hold all layers if they lay in the middle."""
+_STATES = 4096
+"""Ways to use up the devices of a node, up to which its best groups are found exactly."""
+
+
+def capacities(instance: Instance) -> Ints:
+    """Most layers of each unit at any place."""
+    width = instance.cost.inner.shape[2]
+    number = np.arange(width, dtype=np.int64)
+    high = np.zeros(instance.size, dtype=np.int64)
+    for table in (instance.cost.inner.min(axis=1), instance.cost.first, instance.cost.last):
+        high = np.maximum(high, np.where(np.isfinite(table), number, 0).max(axis=1))
+    return np.where(np.isfinite(instance.cost.whole), instance.layers, high)
+
+
+def fullest(instance: Instance, high: Ints) -> tuple[int, list[int], bool]:
+    """The greatest number of layers that disjoint units hold, those units, and whether no others hold more.
+
+    Links and first and last places are left out of account.
+    """
+    chosen: list[int] = []
+    exact = True
+    for node in range(int(instance.node.max()) + 1 if instance.size else 0):
+        units = np.flatnonzero((instance.node == node) & (high > 0))
+        if len(units):
+            found, sure = _fullest_node(instance, high, units)
+            chosen += found
+            exact &= sure
+    return int(high[chosen].sum()), chosen, exact
+
+
+def _fullest_node(instance: Instance, high: Ints, units: NDArray[np.intp]) -> tuple[list[int], bool]:
+    classes = np.flatnonzero(instance.uses[units].any(axis=0))
+    room = instance.available[classes]
+    need = [tuple(int(use) for use in instance.uses[unit, classes]) for unit in units]
+    if len(units) == len(classes):
+        found = [
+            int(unit) for unit, uses in zip(units, need, strict=True) for _ in range(int(room[int(np.argmax(uses))]))
+        ]
+        return found, True
+    if int((room + 1).prod()) > _STATES:
+        rate = high[units] / np.array([sum(uses) for uses in need])
+        left: list[int] = [int(have) for have in room]
+        chosen: list[int] = []
+        for place in map(int, np.argsort(-rate, kind="stable")):
+            while all(have >= take for have, take in zip(left, need[place], strict=True)):
+                left = [have - take for have, take in zip(left, need[place], strict=True)]
+                chosen.append(int(units[place]))
+        return chosen, False
+    best: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+    for used in product(*(range(int(limit) + 1) for limit in room)):
+        top: tuple[int, list[int]] = (0, [])
+        for unit, uses in zip(units, need, strict=True):
+            before = tuple(have - take for have, take in zip(used, uses, strict=True))
+            if min(before) >= 0:
+                value, members = best[before]
+                if value + int(high[unit]) > top[0]:
+                    top = value + int(high[unit]), [*members, int(unit)]
+        best[used] = top
+    return max(best.values(), key=lambda pair: pair[0])[1], True
+
+
+def packed(instance: Instance, filling: Filling) -> tuple[int, ...] | None:
+    """An order of units that holds all layers and keeps the rules, or None."""
+    high = capacities(instance)
+    _, chosen, _ = fullest(instance, high)
+    plans = [chosen]
+    singles = np.flatnonzero((instance.uses.sum(axis=1) == 1) & (high > 0))
+    plans.append([int(unit) for unit in singles for _ in range(int(instance.available[instance.uses[unit] > 0][0]))])
+    for units in plans:
+        for fewest in (True, False):
+            order = _ordered(instance, filling, _within_rules(instance, high, units, fewest=fewest))
+            if order is not None:
+                return order
+    return None
+
+
+def rounded(instance: Instance, filling: Filling, use: Floats) -> tuple[int, ...] | None:
+    """An order of the units that a relaxation uses most, as many as it takes."""
+    high = capacities(instance)
+    growing = np.all(instance.rows >= 0, axis=0)
+    left = instance.limits[growing].copy()
+    kept: list[int] = []
+    held = spare = 0
+    # A unit that is used one and a half times is first asked for once and then, later, for another half.
+    wishes = [(use[unit] - copy, -unit) for unit in range(instance.size) for copy in range(int(use[unit]) + 1)]
+    for _, unit in sorted(wishes, reverse=True):
+        takes = instance.rows[-unit, growing]
+        if (takes > left).any() or not high[-unit]:
+            continue
+        kept.append(-unit)
+        left = left - takes
+        held += int(high[-unit])
+        if held < instance.layers:
+            continue
+        order = _ordered(instance, filling, kept)
+        if order is not None:
+            return order
+        spare += 1
+        if spare > _SPARE:
+            return None
+    return None
+
+
+def _within_rules(instance: Instance, high: Ints, units: list[int], *, fewest: bool) -> list[int]:
+    """The units with most room first, as far as the rules allow; ``fewest``: no more than needed."""
+    growing = (instance.rows >= 0).all(axis=0)
+    wanted: list[bool] = np.any(instance.rows < 0, axis=1).tolist()
+    left = instance.limits[growing].copy()
+    nodes: set[int] = set()
+    most = instance.constraints.max_nodes
+    kept: list[int] = []
+    held = 0
+    for unit in sorted(units, key=lambda unit: (not wanted[unit], -int(high[unit]))):
+        takes = instance.rows[unit, growing]
+        node = int(instance.node[unit])
+        if (takes > left).any() or (most is not None and node not in nodes and len(nodes) >= most):
+            continue
+        kept.append(unit)
+        nodes.add(node)
+        left = left - takes
+        held += int(high[unit])
+        # One unit to spare, since the first and the last one hold less.
+        if fewest and held - int(high[unit]) >= instance.layers and len(nodes) >= instance.constraints.min_nodes:
+            break
+    return kept
+
+
+def _ordered(instance: Instance, filling: Filling, units: list[int]) -> tuple[int, ...] | None:
+    """Nearest neighbour next, then the best place to begin."""
+    if not units:
+        return None
+    hop = instance.hop[0]
+    left = list(units)
+    order = [left.pop(0)]
+    while left:
+        place = int(np.argmin([hop[order[-1], unit] for unit in left]))
+        order.append(left.pop(place))
+    best: tuple[float, tuple[int, ...]] | None = None
+    for turn in range(len(order)):
+        units_now = (*order[turn:], *order[:turn])
+        if len(units_now) > 1:
+            numbers = np.array(units_now)
+            links = float(hop[numbers[:-1], numbers[1:]].sum() + instance.back[numbers[-1], numbers[0]])
+        else:
+            links = 0.0
+        if not np.isfinite(links) or (best is not None and links >= best[0]):
+            continue
+        value, _ = filling.cost(units_now)
+        if np.isfinite(value) and keeps_rules(instance, tuple(Step(unit, 0, 0) for unit in units_now)):
+            total = value + links
+            if best is None or total < best[0]:
+                best = total, units_now
+    return None if best is None else best[1]

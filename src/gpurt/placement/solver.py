@@ -1,0 +1,180 @@
+"""The entry: a plan for a model on devices, as good as the time allows, checked before anybody sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from gpurt.placement.assembly import assemble
+from gpurt.placement.bottleneck import least_bottleneck, least_sum
+from gpurt.placement.building import build_instance
+from gpurt.placement.constraints import Constraints, ObjectiveKind
+from gpurt.placement.devices import PlacementDevice
+from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
+from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementCancelled, PlacementTimeout
+from gpurt.placement.inputs import check_inputs
+from gpurt.placement.instance import Instance
+from gpurt.placement.plan import Plan
+from gpurt.placement.spec import ModelSpec
+from gpurt.placement.topology import Topology
+from gpurt.placement.validation import validate_plan
+
+DEFAULT_BUDGET: Final = 10.0
+"""Seconds; a plan that is proved sooner is returned sooner."""
+
+
+class ConstraintSatisfactionPlacement:
+    """Places the layers of a model on devices: no rule is ever broken, and the objective is as low as time allows.
+
+    ::
+
+        plan = ConstraintSatisfactionPlacement().solve_placement(model=model, devices=devices, topology=topology)
+        plan = await ConstraintSatisfactionPlacement().solve_placement_async(model, devices, topology)
+    """
+
+    def solve_placement(
+        self,
+        model: ModelSpec,
+        devices: Sequence[PlacementDevice],
+        topology: Topology | None = None,
+        constraints: Constraints | None = None,
+        *,
+        objective: ObjectiveKind | str = ObjectiveKind.LATENCY,
+        time_budget: float = DEFAULT_BUDGET,
+        target_gap: float = PROVEN_GAP,
+        seed: int = 0,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Plan:
+        """A plan. Blocks for up to ``time_budget`` seconds; touches no event loop.
+
+        Returns as soon as the plan is proved to be within ``target_gap`` of the best. The same inputs and seed give the
+        same plan, unless the time ends before the search does.
+
+        Raises: InvalidPlacementInput, InfeasiblePlacement (certain), PlacementTimeout (no plan and no proof in time),
+        PlacementCancelled (``cancelled()`` became true before there was a plan).
+        """
+        topology = topology or Topology()
+        constraints = constraints or Constraints()
+        kind = _objective(objective)
+        if not time_budget > 0:
+            raise InvalidPlacementInput("it must be positive", field="time_budget")
+        clock = Clock(time_budget, cancelled)
+        check_inputs(model, devices, topology, constraints)
+        # The order in which devices are given must not decide between equal plans.
+        devices = sorted(devices, key=lambda device: device.id)
+        best: tuple[Instance, Found] | None = None
+        bound = np.inf
+        parts = _parts(model, devices, constraints)
+        for place, part in enumerate(parts):
+            if cancelled():
+                break
+            share = Clock(max(0.01, clock.left / (len(parts) - place)), cancelled)
+            instance = build_instance(model, part, topology, constraints)
+            found = _solve(instance, kind, share, seed=seed, target_gap=target_gap)
+            if not instance.complete:
+                found = replace(found, bound=0.0)
+            bound = min(bound, found.bound)
+            if found.steps is not None and (best is None or found.value < best[1].value):
+                best = instance, found
+        if best is None:
+            if cancelled():
+                raise PlacementCancelled("cancelled before there was a plan")
+            if np.isinf(bound):
+                raise InfeasiblePlacement("no plan keeps every constraint", constraint="unknown", hint=None)
+            raise PlacementTimeout(f"no plan and no proof that there is none in {time_budget:g} s")
+        instance, found = best
+        assert found.steps is not None
+        plan = assemble(
+            instance,
+            found.steps,
+            objective=kind,
+            bound=bound if bound > 0 else None,
+            target_gap=target_gap,
+            proven_gap=PROVEN_GAP,
+            solver="+".join(found.engines) + (f", bound by {found.proof}" if found.proof else ""),
+            solve_seconds=clock.spent,
+            seed=seed,
+        )
+        validate_plan(model, devices, topology, constraints, plan)
+        return plan
+
+    async def solve_placement_async(
+        self,
+        model: ModelSpec,
+        devices: Sequence[PlacementDevice],
+        topology: Topology | None = None,
+        constraints: Constraints | None = None,
+        *,
+        objective: ObjectiveKind | str = ObjectiveKind.LATENCY,
+        time_budget: float = DEFAULT_BUDGET,
+        target_gap: float = PROVEN_GAP,
+        seed: int = 0,
+    ) -> Plan:
+        """:meth:`solve_placement` on a thread of its own. When cancelled it returns at once, the thread soon."""
+        stop = threading.Event()
+        result: Future[Plan] = Future()
+
+        def work() -> None:
+            try:
+                plan = self.solve_placement(
+                    model,
+                    devices,
+                    topology,
+                    constraints,
+                    objective=objective,
+                    time_budget=time_budget,
+                    target_gap=target_gap,
+                    seed=seed,
+                    cancelled=stop.is_set,
+                )
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(plan)
+
+        # From here on the future cannot be cancelled under the thread that will fill it.
+        result.set_running_or_notify_cancel()
+        # A thread of its own and not the loop's pool: a solver would take a place in it for seconds, and the pool is
+        # joined when the loop ends.
+        threading.Thread(target=work, name="gpurt-placement", daemon=True).start()
+        try:
+            return await asyncio.wrap_future(result)
+        finally:
+            stop.set()
+
+
+def _objective(objective: ObjectiveKind | str) -> ObjectiveKind:
+    try:
+        return ObjectiveKind(objective)
+    except ValueError:
+        names = ", ".join(kind.value for kind in ObjectiveKind)
+        raise InvalidPlacementInput(f"{objective!r} is none of {names}", field="objective") from None
+
+
+def _parts(
+    model: ModelSpec, devices: Sequence[PlacementDevice], constraints: Constraints
+) -> list[list[PlacementDevice]]:
+    """Where all stages must use one backend: the devices of each."""
+    if not constraints.same_backend:
+        return [list(devices)]
+    names = sorted({device.backend for device in devices})
+    return [[device for device in devices if device.backend == name] for name in names]
+
+
+def _solve(instance: Instance, kind: ObjectiveKind, clock: Clock, *, seed: int, target_gap: float) -> Found:
+    if kind is ObjectiveKind.LATENCY:
+        return Engine(instance, clock, seed=seed, target_gap=target_gap).run()
+    if kind is ObjectiveKind.THROUGHPUT and instance.constraints.movement_seconds_per_byte > 0:
+        return least_sum(instance, instance.movement_only(), clock, seed=seed, target_gap=target_gap)
+    if kind is ObjectiveKind.THROUGHPUT:
+        return least_bottleneck(instance, clock, seed=seed, target_gap=target_gap)
+    return least_sum(instance, instance, clock, seed=seed, target_gap=target_gap)
+
+
+__all__ = ["DEFAULT_BUDGET", "ConstraintSatisfactionPlacement"]
