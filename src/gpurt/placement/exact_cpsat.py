@@ -7,6 +7,8 @@ where the integer programme of arcs cannot say what a stage costs.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Final
@@ -24,11 +26,7 @@ PAIR_LIMIT: Final = 60_000
 
 
 def cpsat_available() -> bool:
-    try:
-        import ortools.sat.python.cp_model  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingImports]
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("ortools") is not None
 
 
 def stage_count(instance: Instance) -> int:
@@ -49,7 +47,7 @@ def solve_cpsat(
     gap: float,
 ) -> ExactResult:
     """As :func:`gpurt.placement.exact_highs.solve_highs`, for plans of any number of stages."""
-    from ortools.sat.python import cp_model
+    cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")
 
     layers = instance.layers
     copies = _copies(instance)
