@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import gpurt.factory  # noqa: F401  (or the first block's import would block the loop, as any import does)
+from gpurt.plugins import BUILTIN_BACKENDS
+from tests.support.conformance_results import ABOUT, RESULTS, readme_table, table
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -47,3 +50,10 @@ def test_environment_table_names_every_variable() -> None:
     }
     assert used
     assert {name for name in used if f"`{name}`" not in README} == set()
+
+
+def test_table_of_backends_is_made_from_results() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert readme_table(README) == table(results), "python -m tests.support.conformance_results"
+    assert set(ABOUT) == set(BUILTIN_BACKENDS)
+    assert all(not row["failed"] for row in results)

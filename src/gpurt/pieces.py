@@ -13,8 +13,8 @@ FIRST_BYTES: Final = 4 << 20
 """Size of the first piece, which tells how fast this memory is: touched memory takes 8 to 12 GB/s a thread, fresh
 memory a tenth of that, because every page of it is a fault first."""
 
-UNCUT_BYTES: Final = 32 << 20
-"""Up to here there is one piece: 20 ms even in fresh memory."""
+UNCUT_BYTES: Final = 64 << 20
+"""Up to here there is one piece: 40 ms even in fresh memory."""
 
 
 def pieces(

@@ -36,15 +36,18 @@ class Conformance(BackendConformance):
 class TestCUDA(Conformance):
     install = staticmethod(stand_in_cuda)
     factory = "tests.support.cupy_backends:cuda"
+    stand_in = "stand-in for CuPy's CUDA runtime, in host memory"
 
 
 class TestROCm(Conformance):
     install = staticmethod(stand_in_hip)
     factory = "tests.support.cupy_backends:hip"
+    stand_in = "stand-in for CuPy's HIP runtime, in host memory"
 
 
 @pytest.mark.slow  # the pool is the shell's, and the same over every driver
 class TestCUDAPooled(Conformance):
     install = staticmethod(stand_in_cuda)
     factory = "tests.support.cupy_backends:cuda_pooled"
+    stand_in = "stand-in for CuPy's CUDA runtime, in host memory"
     unsupported = POOL_HIDES_THE_DRIVER

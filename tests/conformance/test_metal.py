@@ -12,6 +12,7 @@ from tests.support import metal_backends
 
 class TestMetal(Conformance):
     factory = "tests.support.metal_backends:cpu"
+    one_loop = True
     large_bytes = 64 << 20
 
 

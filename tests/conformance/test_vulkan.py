@@ -10,9 +10,7 @@ import pytest
 from gpurt.driver import Driver
 from gpurt.testing import DriverConformance
 from gpurt.testing.kit.copies import CopyTests, DeviceToDeviceTests, ViewTests
-from gpurt.testing.kit.memory import MemoryTests
-from gpurt.testing.kit.ordering import ConcurrencyTests, OrderingTests
-from gpurt.testing.kit.storm import StormTests
+from gpurt.testing.kit.ordering import ConcurrencyTests
 from tests.conformance.test_backends import Conformance as _Conformance
 from tests.support import vulkan_backends
 
@@ -30,9 +28,7 @@ class TestVulkanStaged(_Conformance):
     large_bytes = 16 << 20
 
 
-class TestVulkanStagedCopies(
-    MemoryTests, CopyTests, DeviceToDeviceTests, ViewTests, OrderingTests, ConcurrencyTests, StormTests
-):
+class TestVulkanStagedCopies(CopyTests, DeviceToDeviceTests, ViewTests, ConcurrencyTests):
     factory = "tests.support.vulkan_backends:staged"
     one_loop = True
     large_bytes = 16 << 20

@@ -67,9 +67,9 @@ def host_of(document: dict[str, Any]) -> str:
     [
         ("ok2", {}, 0),
         ("ok2", {"CUDA_VISIBLE_DEVICES": "1"}, 0),
-        ("ok2", {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        pytest.param("ok2", {"CUDA_VISIBLE_DEVICES": ""}, 1, marks=pytest.mark.slow),
         ("lost1", {}, 0),
-        ("init18", {}, 0),
+        pytest.param("init18", {}, 0, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_answer(
