@@ -39,7 +39,7 @@ def changed(draw: st.DrawFn) -> bytes:
         document[key] = draw(values)
     if isinstance(document.get("devices"), list) and document["devices"] and isinstance(document["devices"][0], dict):
         first = document["devices"][0]
-        for key in draw(st.lists(st.sampled_from(sorted(first)), max_size=2)):
+        for key in draw(st.lists(st.sampled_from([*sorted(first), "later"]), max_size=2)):
             first[key] = draw(values)
     return json.dumps(document).encode()
 
