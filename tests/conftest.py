@@ -8,12 +8,41 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from blockbuster import blockbuster_ctx
 
 from gpurt.testing.loops import loop_factories
 
+WIDE = (
+    "cases/",
+    "cli/test_bench",
+    "cli/test_top.py",
+    "cluster/security/",
+    "cluster/test_metrics.py",
+    "conformance/test_cupy.py",
+    "conformance/test_directml.py",
+    "conformance/test_metal.py",
+    "conformance/test_opencl.py",
+    "conformance/test_tflite.py",
+    "conformance/test_vulkan.py",
+    "discovery/test_remembered.py",
+    "drivers/test_directml",
+    "drivers/test_metal",
+    "drivers/test_opencl",
+    "drivers/test_rocm",
+    "drivers/test_tflite",
+    "drivers/test_vulkan",
+    "examples/",
+    "memory/test_soak.py",
+    "placement/",
+    "problems/",
+    "recording/",
+    "regressions/",
+)
+"""What a change in the core seldom touches, and takes half of the time of all tests: run by `-m wide`, by name, and by
+`.ci/run`."""
 LOOP_MATRIX = {"conformance"}
 """Folders whose async tests run on every loop. Others ask with ``@pytest.mark.asyncio(loop_factories=[…])``."""
 OWN_LOOPS = {"test_model", "test_process_ends_while_a_driver_hangs", "test_forked_child_is_told"}
@@ -31,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # An installed gpurt brings its plugin by entry point; a source tree on PYTHONPATH does not.
     if not config.pluginmanager.has_plugin("gpurt"):
         config.pluginmanager.import_plugin("gpurt.testing.plugin")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    by_name = config.args_source is pytest.Config.ArgsSource.ARGS
+    if by_name and "wide" not in config.option.markexpr.replace("not wide", ""):
+        return  # they were asked for
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(folder).as_posix().startswith(WIDE):
+            item.add_marker("wide")
 
 
 @pytest.hookimpl(optionalhook=True)

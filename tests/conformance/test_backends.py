@@ -48,6 +48,7 @@ class TestFaultyWithoutFaults(Conformance):
     large_bytes = 16 << 20
 
 
+@pytest.mark.slow  # what wraps it, without faults, is above
 class TestReference(Conformance):
     factory = "tests.support.backends:reference"
     one_loop = True
