@@ -55,8 +55,11 @@ async def examine_host(
     platform = current_platform(environ=environ)
 
     def read() -> dict[str, Any]:
+        from gpurt import __version__  # read from the metadata of what is installed
+
         explained = () if result is None else explain(result, environ, platform, place=place_of(root))
         return {
+            "gpurt": __version__,
             "discovery": _failed(failure) if result is None else result.document(),
             "explanations": [each.record() for each in explained],
             "system": system(root),
@@ -64,11 +67,8 @@ async def examine_host(
             "registry": registry_health(registry),
         }
 
-    from gpurt import __version__
-
     document: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
-        "gpurt": __version__,
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "masked": False,
         "environment": allowed(environ),
