@@ -1,8 +1,7 @@
 """The first stage of a probe: what the system and its management libraries show of a backend's devices.
 
 One file per family makes device records of what its reader reads (:mod:`gpurt.sources`). None of the records is usable:
-nobody has opened the device yet, and where gpurt has no driver for it, nobody will. They tell people that it is there,
-what it is, and what keeps it from being used.
+nobody has opened the device yet. They tell people that it is there, what it is, and what keeps it from being used.
 
 Which family answers for which backend:
 
