@@ -41,6 +41,11 @@ async def test_names_are_the_platforms_with_plug_ins_before_the_cpu(toy: FaultyD
         await backend_names("linux", {"GPURT_PLUGINS": "perhaps"})
 
 
+async def test_a_backend_named_by_the_environment_is_asked_first() -> None:
+    names = await backend_names("linux", {"GPURT_BACKEND": "opencl"})
+    assert names == ("opencl", "cuda", "rocm", "vulkan", "cpu")
+
+
 async def test_what_this_process_has_registered_is_asked_here(toy: FaultyDriver) -> None:
     survey = Survey(NoChildren(), "linux")  # pyright: ignore[reportArgumentType]
     answers = await survey.ask({"toy": 10.0, "cpu": 10.0, "metal": 10.0}, {}, frozenset())

@@ -90,6 +90,13 @@ async def test_kill_switch(shelf: Shelf, install: Install) -> None:
     assert (await factory.create_backend("npu")).name == "toy"
 
 
+def test_kill_switch_of_this_process_is_said(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(npu="raise AssertionError('imported')")
+    monkeypatch.setenv("GPURT_PLUGINS", "0")
+    with pytest.raises(BackendUnavailable, match="switched off by GPURT_PLUGINS"):
+        plugins.load("npu")
+
+
 async def test_built_in_wins_over_entry_point_unless_replaced(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:

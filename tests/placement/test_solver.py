@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from gpurt.placement import (
     Workload,
     validate_plan,
 )
+from gpurt.placement.engine import Clock
 from gpurt.placement.synthetic import model_for, synthetic_cluster
 
 SOLVER = ConstraintSatisfactionPlacement()
@@ -216,11 +218,19 @@ def test_time_budget_is_kept() -> None:
     assert plan.bound is not None
 
 
-async def test_cancellation_returns_at_once_and_the_thread_ends() -> None:
+async def test_cancellation_returns_at_once_and_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    searching = threading.Event()
+    slice_of = Clock.slice
+
+    def slice_and_tell(clock: Clock, seconds: float) -> Callable[[], bool]:
+        searching.set()
+        return slice_of(clock, seconds)
+
+    monkeypatch.setattr(Clock, "slice", slice_and_tell)
     devices, topology = synthetic_cluster("home", 64, 1)
     big = model_for(devices, 126, 0.94, tensor_parallel=(1, 2, 4, 8))
     task = asyncio.create_task(SOLVER.solve_placement_async(big, devices, topology, time_budget=60))
-    await asyncio.sleep(0.5)
+    assert await asyncio.to_thread(searching.wait, 10)
     begin = time.perf_counter()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
