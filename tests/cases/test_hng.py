@@ -33,7 +33,8 @@ async def main():
     ticker = asyncio.create_task(tick())
     answers = []
     for _ in range(2):
-        service = GPUDiscoveryService(sys.argv[1], backends=["cuda", "cpu"], probe_timeout=0.5)
+        # Long enough for the CPU's own child on a busy machine: it must answer while CUDA's does not.
+        service = GPUDiscoveryService(sys.argv[1], backends=["cuda", "cpu"], probe_timeout=2.0)
         started = time.monotonic()
         result = await service.discover_all_devices()
         cards = [device.device_id for device in result.devices if device.usable]
