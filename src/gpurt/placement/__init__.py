@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gpurt.placement.spec import LayerSpec, ModelSpec
     from gpurt.placement.topology import Link, LinkClass, LinkTable, Locality, Topology
     from gpurt.placement.validation import validate_plan
+    from gpurt.placement.version import PlanVersion
 
 __all__ = [
     "ConstraintSatisfactionPlacement",
@@ -55,6 +56,7 @@ __all__ = [
     "PlacementTimeout",
     "Plan",
     "PlanStatus",
+    "PlanVersion",
     "ResidentRange",
     "Stage",
     "StageLayers",
@@ -81,6 +83,7 @@ _HOMES = {
     "spec": ("LayerSpec", "ModelSpec"),
     "topology": ("Link", "LinkClass", "LinkTable", "Locality", "Topology"),
     "validation": ("validate_plan",),
+    "version": ("PlanVersion",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,0 +1,50 @@
+"""Which plan is the newer one: the master's term first, then a number within the term."""
+
+from __future__ import annotations
+
+from functools import total_ordering
+from typing import Final
+
+from pydantic import Field
+
+from gpurt.placement.errors import InvalidPlacementInput
+from gpurt.placement.record import PlacementRecord
+
+MAX_NUMBER: Final = 2**64 - 1
+"""Of a term and of a number within it: they fit 64 bits."""
+
+
+@total_ordering
+class PlanVersion(PlacementRecord):
+    """Version of a plan. Versions are totally ordered: by term, then by number.
+
+    A term is of one master; whoever elects masters gives each a higher one. So a plan of an earlier master is older
+    than every plan of a later one, however many it has made.
+    """
+
+    term: int = Field(ge=0, le=MAX_NUMBER)
+    n: int = Field(ge=0, le=MAX_NUMBER)
+    """Counts the plans of one term. 0 stands for "no plan yet"."""
+
+    def next(self, *, term: int | None = None) -> PlanVersion:
+        """The version that follows: in this term, or the first of a later one.
+
+        Args:
+            term: of the master that makes the plan; None: the term of this version.
+
+        Raises:
+            InvalidPlacementInput: ``term`` is earlier than this version's, or the number has reached 64 bits.
+        """
+        if term is None or term == self.term:
+            return PlanVersion(term=self.term, n=self.n + 1)
+        if term < self.term:
+            raise InvalidPlacementInput(f"{term} is earlier than {self.term}, of {self}", field="term")
+        return PlanVersion(term=term, n=1)
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, PlanVersion):
+            return NotImplemented
+        return (self.term, self.n) < (other.term, other.n)
+
+    def __str__(self) -> str:
+        return f"({self.term}, {self.n})"
