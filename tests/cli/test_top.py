@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpurt.cli import top
+from gpurt.cli import protected, top
 from gpurt.cli.main import main
 from gpurt.cli.top_overview import STALE_S, Overview, overview
 from gpurt.cli.top_picture import lines, picture, summary
@@ -393,7 +393,7 @@ def test_nobody_at_the_address() -> None:
 def test_a_certificate_that_may_not_watch_is_no_empty_cluster(
     role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(top.protected, "identity_of", lambda args: SimpleNamespace(name="n1", role=role))
+    monkeypatch.setattr(protected, "identity_of", lambda args: SimpleNamespace(name="n1", role=role))
     assert main(["top", "--once", "--tls", "n1"]) == 2
     assert f"the certificate of n1 is that of a {role}" in (error := capsys.readouterr().err)
     assert "--role observer" in error

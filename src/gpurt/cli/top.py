@@ -13,13 +13,11 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from gpurt.cli import protected
+from gpurt.cli import observing
 from gpurt.cli.running import run_command
-from gpurt.errors import GPUError
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -28,12 +26,8 @@ if TYPE_CHECKING:
     from gpurt.cluster.bus import EventEngine
     from gpurt.cluster.master import Master, MasterConfig
 
-CONNECT_S: Final = 5.0
-"""How long a hub may take: a local one takes 20 ms, and one that is just being started again a second or two."""
 READINGS_S: Final = 3.0
 """How long the first picture waits for readings: a node that is busy tells some every 10 s, and one alone every 30."""
-_MAY_WATCH: Final = ("observer", "master")
-"""Roles of certificates."""
 SETTLE_S: Final = 0.05
 NOTICES: Final = 2
 """Lines on the bus below the picture."""
@@ -41,15 +35,9 @@ NOTICES: Final = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpurt.cli.worker import seconds
-    from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
     parser.add_argument("--cluster", help="name of the cluster (default: default, or the certificate's)")
-    parser.add_argument(
-        "--endpoint",
-        metavar="ENDPOINT",
-        help=f"where the master listens (default: {DEFAULT_ENDPOINT}, or as in the folder of --tls)",
-    )
-    protected.add_arguments(parser, "FOLDER, as gpurt cluster enrol made it for an observer")
+    observing.add_arguments(parser)
     parser.add_argument("--once", action="store_true", help="one picture, with all nodes and devices, and the end")
     parser.add_argument(
         "--json", action="store_true", help="every picture as one JSON line on stdout; with --once a single one"
@@ -67,23 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpurt.cluster.master import MasterConfig
-    from gpurt.cluster.worker import DEFAULT_ENDPOINT
-
-    identity = protected.identity_of(args)
-    if identity is not None and identity.role not in _MAY_WATCH:
-        # The hub would only let it see nothing, which looks like an empty cluster.
-        raise GPUError(
-            f"the certificate of {identity.name} is that of a {identity.role}, which may not watch a cluster",
-            hint="make one with gpurt cluster enrol NAME --role observer",
-        )
-    config = MasterConfig(
-        cluster=args.cluster or (identity.cluster if identity else "default"),
-        endpoint=args.endpoint or (identity.endpoint if identity else DEFAULT_ENDPOINT),
-        listen=False,
-        tls=args.tls,
-        insecure=args.insecure,
-    )
+    config = observing.observer_config(args, args.cluster)
     watch = Watch(config, interval_s=args.interval, wait_s=args.wait)
     # To be ended is the only end that watching has.
     with contextlib.suppress(KeyboardInterrupt):
@@ -105,7 +77,7 @@ class Watch:
 
     Args:
         engine: in place of a zenoh session with ``config.endpoint``.
-        connect_s: see :data:`CONNECT_S`.
+        connect_s: see :data:`gpurt.cli.observing.CONNECT_S`.
 
     Raises (every method):
         BusUnavailable: no hub there, or no zenoh here.
@@ -117,7 +89,7 @@ class Watch:
         *,
         interval_s: float = 1.0,
         wait_s: float = READINGS_S,
-        connect_s: float = CONNECT_S,
+        connect_s: float = observing.CONNECT_S,
         engine: EventEngine | None = None,
     ) -> None:
         from gpurt.cluster.view import MasterView
@@ -180,45 +152,10 @@ class Watch:
 
     # Inside
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncGenerator[Master]:
-        """Watch as a master does. When that fails, so does what is done meanwhile."""
-        from gpurt.cluster.errors import BusUnavailable
-        from gpurt.cluster.master import run_master
-
-        ready: asyncio.Future[Master] = asyncio.get_running_loop().create_future()
-        watching = asyncio.create_task(
-            run_master(self._config, self._view, on_ready=ready.set_result, engine=self._engine), name="gpurt-top"
+    def _connected(self) -> AbstractAsyncContextManager[Master]:
+        return observing.observing(
+            self._config, self._view, command="gpurt top", connect_s=self._connect_s, engine=self._engine
         )
-        body = asyncio.current_task()
-        assert body is not None
-
-        def failed(_: object) -> None:
-            if not watching.cancelled():
-                body.cancel()
-
-        try:
-            await asyncio.wait({watching, ready}, timeout=self._connect_s, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done() and not watching.done():
-                raise BusUnavailable(
-                    f"no hub of a cluster answers at {self._config.endpoint} within {self._connect_s:g} s",
-                    hint=f"start it with gpurt master --listen {self._config.endpoint}, or give --endpoint",
-                )
-            if watching.done():
-                watching.result()
-            watching.add_done_callback(failed)
-            try:
-                yield ready.result()
-            except asyncio.CancelledError:
-                if not watching.done() or watching.cancelled():
-                    raise
-                body.uncancel()
-                watching.result()
-                raise BusUnavailable("the bus was closed", hint="start gpurt top again") from None
-        finally:
-            watching.remove_done_callback(failed)
-            watching.cancel()
-            await asyncio.wait({watching})
 
     async def _settled(self, master: Master) -> None:
         """Until every node that answers is in the view, with readings of its devices, but not for ever."""

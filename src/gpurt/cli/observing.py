@@ -1,0 +1,115 @@
+"""Watching a cluster through its hub, for every command that only looks: no node sees it, and it gives no orders."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from gpurt.cli import protected
+from gpurt.errors import GPUError
+
+if TYPE_CHECKING:
+    from gpurt.cluster.bus import EventEngine
+    from gpurt.cluster.master import Master, MasterConfig
+    from gpurt.cluster.view import MasterView
+
+CONNECT_S: Final = 5.0
+"""How long a hub may take: a local one takes 20 ms, and one that is just being started again a second or two."""
+_MAY_WATCH: Final = ("observer", "master")
+"""Roles of certificates."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the hub is, and with which certificate."""
+    from gpurt.cluster.worker import DEFAULT_ENDPOINT
+
+    parser.add_argument(
+        "--endpoint",
+        metavar="ENDPOINT",
+        help=f"where the master listens (default: {DEFAULT_ENDPOINT}, or as in the folder of --tls)",
+    )
+    protected.add_arguments(parser, "FOLDER, as gpurt cluster enrol made it for an observer")
+
+
+def observer_config(args: argparse.Namespace, cluster: str | None) -> MasterConfig:
+    """What to connect with. ``cluster`` None: the certificate's, else ``default``.
+
+    Raises:
+        GPUError: the certificate is missing, wrong, or of a role that may not watch.
+    """
+    from gpurt.cluster.master import MasterConfig
+    from gpurt.cluster.worker import DEFAULT_ENDPOINT
+
+    identity = protected.identity_of(args)
+    if identity is not None and identity.role not in _MAY_WATCH:
+        # The hub would only let it see nothing, which looks like an empty cluster.
+        raise GPUError(
+            f"the certificate of {identity.name} is that of a {identity.role}, which may not watch a cluster",
+            hint="make one with gpurt cluster enrol NAME --role observer",
+        )
+    return MasterConfig(
+        cluster=cluster or (identity.cluster if identity else "default"),
+        endpoint=args.endpoint or (identity.endpoint if identity else DEFAULT_ENDPOINT),
+        listen=False,
+        tls=args.tls,
+        insecure=args.insecure,
+    )
+
+
+@asynccontextmanager
+async def observing(
+    config: MasterConfig,
+    view: MasterView,
+    *,
+    command: str,
+    connect_s: float = CONNECT_S,
+    engine: EventEngine | None = None,
+) -> AsyncGenerator[Master]:
+    """Watch as a master does. When that fails, so does what is done meanwhile.
+
+    Args:
+        command: what to start again when the bus is closed (``gpurt top``).
+        engine: in place of a zenoh session with ``config.endpoint``.
+
+    Raises:
+        BusUnavailable: no hub there, or no zenoh here.
+    """
+    from gpurt.cluster.errors import BusUnavailable
+    from gpurt.cluster.master import run_master
+
+    ready: asyncio.Future[Master] = asyncio.get_running_loop().create_future()
+    watching = asyncio.create_task(
+        run_master(config, view, on_ready=ready.set_result, engine=engine), name="gpurt-observer"
+    )
+    body = asyncio.current_task()
+    assert body is not None
+
+    def failed(_: object) -> None:
+        if not watching.cancelled():
+            body.cancel()
+
+    try:
+        await asyncio.wait({watching, ready}, timeout=connect_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done() and not watching.done():
+            raise BusUnavailable(
+                f"no hub of a cluster answers at {config.endpoint} within {connect_s:g} s",
+                hint=f"start it with gpurt master --listen {config.endpoint}, or give --endpoint",
+            )
+        if watching.done():
+            watching.result()
+        watching.add_done_callback(failed)
+        try:
+            yield ready.result()
+        except asyncio.CancelledError:
+            if not watching.done() or watching.cancelled():
+                raise
+            body.uncancel()
+            watching.result()
+            raise BusUnavailable("the bus was closed", hint=f"start {command} again") from None
+    finally:
+        watching.remove_done_callback(failed)
+        watching.cancel()
+        await asyncio.wait({watching})
