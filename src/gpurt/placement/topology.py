@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -72,8 +73,9 @@ class LinkTable(PlacementRecord):
         return array
 
     @field_serializer("latency_seconds", "bandwidth")
-    def _lists(self, value: NDArray[np.float64]) -> list[list[float]]:
-        return value.tolist()
+    def _lists(self, value: NDArray[np.float64]) -> list[list[float | str]]:
+        # JSON has no number for infinity, and null would turn "no way" into "nobody measured it".
+        return [[number if math.isfinite(number) else str(number) for number in row] for row in value.tolist()]
 
     @model_validator(mode="after")
     def _shape(self) -> Self:
