@@ -102,6 +102,42 @@ class DeviceIdentity(BaseModel):
     serial: str | None = None
 
 
+class DeviceSpeeds(BaseModel):
+    """What one device was measured to do with nothing else going on (:mod:`gpurt.calibration`). Bandwidths in GB/s, one
+    direction, rates in TFLOPS; None: not measured, and ``notes`` say why.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    backend: str
+    driver_version: str | None
+    """The figures hold for this backend and driver, and no other."""
+    measured_at: str
+    """ISO 8601, UTC."""
+    to_device_gbps: float | None = None
+    """Host memory to the device, page-locked where the library can."""
+    from_device_gbps: float | None = None
+    memory_gbps: float | None = None
+    """The device's own memory: read by a kernel, or read and written by a copy, whichever is faster."""
+    fp32_tflops: float | None = None
+    """Multiply-adds that depend on nothing but registers, two operations each."""
+    bf16_tflops: float | None = None
+    """Of matrix units, from registers."""
+    load_gbps: float | None = None
+    """Files in the host's page cache to this device alone."""
+    load_together_gbps: float | None = None
+    """The same to all devices of the backend at once, their sum."""
+    notes: tuple[str, ...] = ()
+
+    @field_validator(
+        "to_device_gbps", "from_device_gbps", "memory_gbps", "fp32_tflops", "bf16_tflops", "load_gbps",
+        "load_together_gbps",
+    )  # fmt: skip
+    @classmethod
+    def _positive(cls, value: float | None) -> float | None:
+        return value if value is not None and 0 < value < math.inf else None
+
+
 class GPUDevice(BaseModel):
     """One device as one backend shows it. The first fifteen fields are the classic record; the rest is the truth.
 
@@ -155,6 +191,8 @@ class GPUDevice(BaseModel):
     simulated: bool = False
     """True for devices that exist only in software. Never mistake them for hardware."""
     numa_node: int | None = None
+    speeds: DeviceSpeeds | None = None
+    """Measured on this device with this backend and driver; None: not yet."""
 
     @field_validator("bandwidth_gbps")
     @classmethod

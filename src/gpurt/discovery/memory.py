@@ -20,7 +20,7 @@ from gpurt.discovery.verify import verification_key
 from gpurt.errors import ReasonCode
 from gpurt.health.policy import HealthPolicy
 from gpurt.offload import off_loop
-from gpurt.registry.records import Link, between
+from gpurt.registry.records import CalibrationRecord, Link, between
 from gpurt.sources.host_identity import boot_id
 from gpurt.types import GPUDevice
 
@@ -65,6 +65,7 @@ class DiscoveryMemory:
         self.known: dict[str, tuple[Remembered, ...]] = {}
         """Verified answers of each backend that hold while their signature does, the newest first."""
         self._links: tuple[Link, ...] = ()
+        self._calibrations: tuple[CalibrationRecord, ...] = ()
         self._fresh: dict[str, Remembered] = {}
         self._forgotten: set[str] = set()
         """Backends whose answers, and answers that, the file does not know to be gone, or there, yet."""
@@ -91,7 +92,7 @@ class DiscoveryMemory:
             if self.file.quarantined is not None:
                 self.recovered_from = f"recovered: the registry was corrupt, see {self.file.quarantined}"
             return
-        self._links = _links_of(document)
+        self._took_measurements(document)
         document = self._of_given(document, self._given()) if self._given else _of_host(document)
         self.health.restore(document.health, boot)
         if not document.discovered:
@@ -145,6 +146,30 @@ class DiscoveryMemory:
     def topology(self, devices: Iterable[GPUDevice]) -> tuple[Link, ...]:
         """What was measured between these devices, as the file said when it was last read or written here."""
         return between(self._links, {device.stable_id for device in devices})
+
+    def with_speeds(self, devices: Iterable[GPUDevice]) -> tuple[GPUDevice, ...]:
+        """The devices with what was measured of each by its present backend and driver, as the file said when it was
+        last read or written here."""
+        latest = {record.key: record for record in reversed(self._calibrations)}
+
+        def measured(device: GPUDevice) -> GPUDevice:
+            record = latest.get((device.stable_id, device.backend))
+            if record is None or not record.holds_for(device):
+                return device
+            return device.model_copy(update={"speeds": record.speeds})
+
+        return tuple(map(measured, devices))
+
+    async def read_measurements(self) -> None:
+        """Read anew what others have measured: links and speeds."""
+        document = await off_loop("registry", lambda: self.file.load(put_aside=False))
+        if document is not None:
+            self._took_measurements(document)
+
+    def _took_measurements(self, document: RegistryDocument) -> None:
+        parts = [document, document.simulated] if document.simulated else [document]
+        self._links = tuple(link for part in parts for link in part.topology)
+        self._calibrations = tuple(record for part in parts for record in part.calibration)
 
     def learn(self, answers: Mapping[str, BackendAnswer], marks: Mapping[str, str] = MappingProxyType({})) -> None:
         """Take in what was just asked: answers, back-off, verifications. ``marks``: what is installed for each."""
@@ -231,6 +256,7 @@ class DiscoveryMemory:
                 remembered=self._merged(old),
                 attempts=attempts,
                 tuning=old.tuning if old else (),
+                calibration=old.calibration if old else (),
                 topology=old.topology if old else (),
                 health=self.health.document(old.health if old else {}, (device.stable_id for device in devices)),
             )
@@ -268,7 +294,7 @@ class DiscoveryMemory:
                 self._warned = True
                 _log.warning("the registry %s is not saved: %s", self.file.path, exc)
             return False
-        self._links = _links_of(written)
+        self._took_measurements(written)
         self._forgotten -= forgotten
         self._fresh = {name: answer for name, answer in self._fresh.items() if fresh.get(name) is not answer}
         return True
@@ -280,10 +306,6 @@ class DiscoveryMemory:
         for name, answer in self._fresh.items():
             merged[name] = _with(answer, merged.get(name, ()))
         return merged
-
-
-def _links_of(document: RegistryDocument) -> tuple[Link, ...]:
-    return (*document.topology, *(document.simulated.topology if document.simulated else ()))
 
 
 def _of_host(document: RegistryDocument) -> RegistryDocument:

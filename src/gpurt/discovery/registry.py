@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gpurt.discovery.remembered import Remembered
 from gpurt.discovery.result import DiscoveryStatus
 from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, RegistryTooNew
-from gpurt.registry.records import Link, TuningRecord, readable, utc_now
+from gpurt.registry.records import CalibrationRecord, Link, TuningRecord, readable, utc_now
 from gpurt.types import BackendReport, GPUDevice
 
 _log = logging.getLogger("gpurt.discovery.registry")
@@ -53,6 +53,8 @@ class RegistryDocument(BaseModel):
     """Backends that could not be used, by name."""
     tuning: tuple[TuningRecord, ...] = ()
     """How copies of each device are done: measured, written and read by backends (:mod:`gpurt.registry.measured`)."""
+    calibration: tuple[CalibrationRecord, ...] = ()
+    """What devices were measured to do, the newest first (:mod:`gpurt.calibration`)."""
     topology: tuple[Link, ...] = ()
     """What was measured between devices, the newest first."""
     health: Mapping[str, Any] = Field(default_factory=dict)
@@ -79,6 +81,11 @@ class RegistryDocument(BaseModel):
     @classmethod
     def _readable_tuning(cls, value: Any) -> tuple[TuningRecord, ...]:
         return readable(TuningRecord, value)
+
+    @field_validator("calibration", mode="before")
+    @classmethod
+    def _readable_calibration(cls, value: Any) -> tuple[CalibrationRecord, ...]:
+        return readable(CalibrationRecord, value)
 
     @field_validator("topology", mode="before")
     @classmethod

@@ -241,6 +241,12 @@ class GPUDiscoveryService:
         self._pace.want(Care.VERIFY if verify else Care.ASK)
         self._audience.wake()
 
+    async def read_measurements(self) -> None:
+        """Read from the registry what was measured of devices and links meanwhile, and look up soon, which tells it."""
+        await self.load()
+        await self._reading.wait(self._memory.read_measurements)
+        self.look_soon()
+
     def take_health(self, transition: Transition) -> None:
         """Tell subscribers at once what :attr:`health` has come to believe of a device. On the event loop."""
         self._standing.took_health(transition)
@@ -293,6 +299,7 @@ class GPUDiscoveryService:
             )
             known = self._standing.seen
             devices = await self._budget.apply(recognised(merged, known.devices if known else ()), self._env())
+            devices = self._memory.with_speeds(devices)
             complete = True
         finally:
             self._previews.end()

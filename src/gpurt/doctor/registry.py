@@ -49,6 +49,7 @@ def registry_health(path: Path | None) -> dict[str, Any]:
             "remembered": {name: len(entries) for name, entries in document.remembered.items()},
             "attempts": {name: tried.failures for name, tried in document.attempts.items()},
             "tuning": len(document.tuning),
+            "calibration": len(document.calibration),
             "links": len(document.topology),
         },
     }

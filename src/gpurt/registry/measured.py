@@ -1,4 +1,4 @@
-"""The part of the registry file that holds measurements: ``tuning`` and ``topology``.
+"""The part of the registry file that holds measurements: ``tuning``, ``calibration`` and ``topology``.
 
 Backends and measurements write here without knowing what else discovery keeps in the file; everything else in it
 stays as it is. What simulated devices measure has its place in the ``simulated`` part, never beside real hardware.
@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
 from gpurt.registry.file import SCHEMA_VERSION, JsonFile
-from gpurt.registry.records import Link, TuningRecord, readable, utc_now, with_links, with_tuning
+from gpurt.registry.records import (
+    CalibrationRecord,
+    Link,
+    TuningRecord,
+    readable,
+    utc_now,
+    with_calibrations,
+    with_links,
+    with_tuning,
+)
 
 _Object: TypeAlias = dict[str, Any]
 
@@ -61,6 +70,32 @@ class MeasuredFile(JsonFile[_Object]):
         if measured:
             self._change(change)
 
+    def calibrations(self) -> tuple[CalibrationRecord, ...]:
+        """Of real devices, then of simulated ones, each the newest first; empty also where the file cannot be read."""
+        data = self._content()
+        return (*_calibrations(data), *_calibrations(_simulated(data)))
+
+    def keep_calibrations(self, records: Iterable[CalibrationRecord]) -> None:
+        """Add them; each replaces the last one of its device and backend.
+
+        Raises:
+            RegistryTooNew, OSError: as :meth:`JsonFile.update`; nothing was written.
+        """
+        measured = tuple(records)
+        real = [record for record in measured if not record.simulated]
+        simulated = [record for record in measured if record.simulated]
+
+        def change(data: _Object) -> None:
+            if real:
+                data["calibration"] = _plain(with_calibrations(_calibrations(data), real))
+            if simulated:
+                part = _simulated(data) or _new()
+                kept = with_calibrations(_calibrations(part), simulated)
+                data["simulated"] = part | {"calibration": _plain(kept)}
+
+        if measured:
+            self._change(change)
+
     def _content(self) -> _Object:
         # A corrupt file stays for discovery, which tells its users that it was one.
         return self.load(put_aside=False) or {}
@@ -93,5 +128,9 @@ def _links(data: _Object) -> tuple[Link, ...]:
     return readable(Link, data.get("topology"))
 
 
-def _plain(models: Iterable[TuningRecord | Link]) -> list[_Object]:
+def _calibrations(data: _Object) -> tuple[CalibrationRecord, ...]:
+    return readable(CalibrationRecord, data.get("calibration"))
+
+
+def _plain(models: Iterable[TuningRecord | CalibrationRecord | Link]) -> list[_Object]:
     return [model.model_dump(mode="json") for model in models]

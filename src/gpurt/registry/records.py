@@ -1,4 +1,4 @@
-"""What is measured on a host and kept: copy tunings and links between devices.
+"""What is measured on a host and kept: copy tunings, speeds of devices, and links between them.
 
 Entries are recognised by stable device ids (:attr:`gpurt.types.GPUDevice.stable_id`). They save time and tell what was
 true when they were measured; one that does not validate is as if it were not there, and never costs the rest.
@@ -14,9 +14,10 @@ from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gpurt.types import MappingModel
+from gpurt.types import DeviceSpeeds, GPUDevice, MappingModel
 
 MAX_TUNINGS: Final = 256
+MAX_CALIBRATIONS: Final = 1024
 MAX_LINKS: Final = 4096
 """All ordered pairs of 64 devices; as many take about 2 MiB of the file."""
 
@@ -50,6 +51,29 @@ class TuningRecord(BaseModel):
         """One entry of each is kept. A new driver version or revision replaces the old one; workers of one host whose
         CPU quotas differ have crews of different sizes, and would drive out each other's."""
         return self.device, self.backend, self.threads
+
+
+class CalibrationRecord(BaseModel):
+    """What one device does through one backend. The figures hold for the driver version that is in them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    device: str = Field(min_length=1)
+    """Stable id."""
+    revision: int
+    """Of the measuring code: what another one has measured is measured anew."""
+    speeds: DeviceSpeeds
+    simulated: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """One entry of each is kept."""
+        return self.device, self.speeds.backend
+
+    def holds_for(self, device: GPUDevice) -> bool:
+        """Whether it was measured on this device, through the backend and driver that it has now."""
+        speeds = self.speeds
+        return self.key == (device.stable_id, device.backend) and speeds.driver_version == device.driver_version
 
 
 class LinkType(StrEnum):
@@ -120,6 +144,14 @@ def readable(model: type[_Model], entries: Any) -> tuple[_Model, ...]:
 def with_tuning(records: Iterable[TuningRecord], new: TuningRecord) -> tuple[TuningRecord, ...]:
     """The newest first."""
     return (new, *(record for record in records if record.key != new.key))[:MAX_TUNINGS]
+
+
+def with_calibrations(
+    records: Iterable[CalibrationRecord], new: Iterable[CalibrationRecord]
+) -> tuple[CalibrationRecord, ...]:
+    """The newest first."""
+    latest = {record.key: record for record in new}
+    return (*latest.values(), *(record for record in records if record.key not in latest))[:MAX_CALIBRATIONS]
 
 
 def with_links(links: Iterable[Link], new: Iterable[Link]) -> tuple[Link, ...]:
