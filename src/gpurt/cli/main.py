@@ -32,7 +32,9 @@ COMMANDS: Final = {
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
     "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster: its authority, its hub, its nodes"),
     "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),
+    "place": ("gpurt.cli.place", "place a model on the devices of a cluster: which layers where, how fast, and why"),
     "demo": ("gpurt.cli.demo", "a master and two workers on this machine, for a few seconds"),
+    "calibrate": ("gpurt.cli.calibrate", "measure what the devices do, for placement, and keep it"),
     "load": ("gpurt.cli.load", "load weights from safetensors files to a device, and say how fast"),
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
 }
