@@ -13,11 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpurt.cluster.assignment import Acknowledgement, Assignment, Refusal
     from gpurt.cluster.board import ReadingsBoard
     from gpurt.cluster.changes import Change, ChangeKind
+    from gpurt.cluster.commit_result import CommitResult, CommitStatus
+    from gpurt.cluster.committer import PlacementCommitter, latest_version
     from gpurt.cluster.epoch import Epoch
     from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
     from gpurt.cluster.master import Master, MasterConfig, run_master
+    from gpurt.cluster.node_assignments import NodeAssignments, ShardLoader
     from gpurt.cluster.observer import ClusterObserver
     from gpurt.cluster.publisher import NodePublisher
     from gpurt.cluster.readings import DeviceReadings
@@ -27,9 +31,13 @@ if TYPE_CHECKING:
     from gpurt.cluster.zenoh_engine import ZenohEngine
 
 __all__ = [
+    "Acknowledgement",
+    "Assignment",
     "Change",
     "ChangeKind",
     "ClusterObserver",
+    "CommitResult",
+    "CommitStatus",
     "DeviceReadings",
     "Epoch",
     "HostInfo",
@@ -38,21 +46,30 @@ __all__ = [
     "Master",
     "MasterConfig",
     "MasterView",
+    "NodeAssignments",
     "NodePublisher",
+    "PlacementCommitter",
     "ReadingsBoard",
+    "Refusal",
+    "ShardLoader",
     "WorkerConfig",
     "ZenohEngine",
+    "latest_version",
     "run_master",
     "run_worker",
     "this_host",
 ]
 
 _HOMES = {
+    "assignment": ("Acknowledgement", "Assignment", "Refusal"),
     "board": ("ReadingsBoard",),
     "changes": ("Change", "ChangeKind"),
+    "commit_result": ("CommitResult", "CommitStatus"),
+    "committer": ("PlacementCommitter", "latest_version"),
     "epoch": ("Epoch",),
     "inprocess": ("InProcessBus", "InProcessEngine"),
     "master": ("Master", "MasterConfig", "run_master"),
+    "node_assignments": ("NodeAssignments", "ShardLoader"),
     "observer": ("ClusterObserver",),
     "publisher": ("NodePublisher",),
     "readings": ("DeviceReadings",),

@@ -21,6 +21,8 @@ class ChangeKind(StrEnum):
     NODE_BACK = "node_back"
     NODE_LEFT = "node_left"
     NODE_FORGOTTEN = "node_forgotten"
+    NODE_PLACEMENT = "node_placement"
+    """What the node holds of models."""
     DEVICE_ADDED = "device_added"
     DEVICE_UPDATED = "device_updated"
     DEVICE_HEALTH = "device_health"

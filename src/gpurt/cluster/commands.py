@@ -3,31 +3,80 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from gpurt.cluster.bus import EventEngine
-from gpurt.cluster.envelope import strict_json, summary
+from gpurt.cluster.assignment import Acknowledgement, Assignment
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, EventEngine
+from gpurt.cluster.envelope import check_size, strict_json, summary
 from gpurt.cluster.errors import MalformedEvent
+from gpurt.placement.version import MAX_NUMBER
 
 
 class Command(BaseModel):
+    """What all commands have."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    command: Literal["rediscover"]
-    term: int = Field(default=0, ge=0)
+    term: int = Field(default=0, ge=0, le=MAX_NUMBER, strict=True)
     """The master's term, from whoever elects masters: nodes refuse a command of an earlier term than the latest
     that they have seen."""
 
 
-def decode_command(payload: bytes) -> Command:
+class Rediscover(Command):
+    """Look up the devices now."""
+
+    command: Literal["rediscover"] = "rediscover"
+
+
+class Drain(Command):
+    """Take part in no new placement; what lies on the node stays."""
+
+    command: Literal["drain"] = "drain"
+
+
+class Undrain(Command):
+    command: Literal["undrain"] = "undrain"
+
+
+class Step(StrEnum):
+    OFFER = "offer"
+    """Could you? Who accepts agrees to no earlier plan of that instance any more, and does nothing yet."""
+    ACTIVATE = "activate"
+    """Do it. May be sent again, to a node that has forgotten, also without an offer."""
+    ABORT = "abort"
+    """Forget the offer."""
+
+
+class Assign(Command):
+    """The node's part of a plan."""
+
+    command: Literal["assign"] = "assign"
+    step: Step
+    assignment: Assignment
+
+    @model_validator(mode="after")
+    def _one_term(self) -> Assign:
+        if self.assignment.version.term != self.term:
+            raise ValueError(f"a plan of version {self.assignment.version} from a master of term {self.term}")
+        return self
+
+
+AnyCommand = Rediscover | Drain | Undrain | Assign
+
+_COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(Annotated[AnyCommand, Field(discriminator="command")])
+
+
+def decode_command(payload: bytes) -> AnyCommand:
     """
     Raises:
-        MalformedEvent: not a command of this version.
+        MalformedEvent: too large, or not a command of this version.
     """
+    check_size(payload, "command", MAX_COMMAND_BYTES)
     try:
-        return Command.model_validate(strict_json(payload, "command"))
+        return _COMMANDS.validate_python(strict_json(payload, "command"))
     except ValidationError as exc:
         raise MalformedEvent(f"command: {summary(exc)}") from exc
 
@@ -41,9 +90,49 @@ async def request_rediscovery(engine: EventEngine, node: str, *, term: int = 0, 
     Raises:
         NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
     """
-    command = Command(command="rediscover", term=term)
-    reply = await engine.command(node, command.model_dump_json().encode(), timeout=timeout)
-    return strict_json(reply, f"answer of node {node}")
+    return await send_command(engine, node, Rediscover(term=term), timeout=timeout)
+
+
+async def request_drain(
+    engine: EventEngine, node: str, *, term: int = 0, draining: bool = True, timeout: float = 10.0
+) -> None:
+    """Have ``node`` take part in no new placement, or with ``draining=False`` in placements again. It stays so, also
+    when the node is started again. Its devices are not available any more in the master's view; what lies on them
+    stays until a plan moves it.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
+    """
+    await send_command(engine, node, Drain(term=term) if draining else Undrain(term=term), timeout=timeout)
+
+
+async def send_assignment(
+    engine: EventEngine, node: str, assignment: Assignment, step: Step, *, timeout: float = 10.0
+) -> Acknowledgement:
+    """One step of a commit at one node; see :class:`gpurt.cluster.committer.PlacementCommitter`.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
+        MalformedEvent: over ``MAX_COMMAND_BYTES``, or an answer that is none.
+    """
+    command = Assign(term=assignment.version.term, step=step, assignment=assignment)
+    answer = await send_command(engine, node, command, timeout=timeout)
+    try:
+        return Acknowledgement.model_validate(answer)
+    except ValidationError as exc:
+        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+
+
+async def send_command(engine: EventEngine, node: str, command: Command, *, timeout: float) -> Any:
+    """Returns the node's answer as JSON values.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
+        MalformedEvent: over ``MAX_COMMAND_BYTES``, or an answer that is not JSON.
+    """
+    payload = command.model_dump_json().encode()
+    check_size(payload, f"command for node {node}", MAX_COMMAND_BYTES)
+    return strict_json(await engine.command(node, payload, timeout=timeout), f"answer of node {node}")
 
 
 def encode_answer(**fields: Any) -> bytes:

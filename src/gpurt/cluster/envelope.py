@@ -37,6 +37,8 @@ class EventKind(StrEnum):
     NODE_LEAVING = "gpurt.node.leaving.v1"
     BACKEND_SELECTED = "gpurt.backend.selected.v1"
     BACKEND_FAILED = "gpurt.backend.failed.v1"
+    NODE_PLACEMENT = "gpurt.node.placement.v1"
+    """What the node holds of models, and whether it is draining."""
 
 
 class Envelope(BaseModel):

@@ -8,11 +8,14 @@
         ├── BusClosed           used before start() or after close()
         ├── NoAnswer            (TimeoutError)  a node did not answer a query in time
         ├── NodeNameTaken       another live process has joined under this node's name
+        ├── StaleTerm           a command of a master that was replaced: .latest
         ├── InvalidName         (ValueError)    cluster or node name, or bus address, malformed
         └── MalformedEvent      (ValueError)    event or snapshot that is no such thing, or too large
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from gpurt.errors import GPUError
 
@@ -35,6 +38,20 @@ class NoAnswer(ClusterError, TimeoutError):
 
 class NodeNameTaken(ClusterError):
     """Another live process answers under the node name that this one wants to join with."""
+
+
+class StaleTerm(ClusterError):
+    """The command is of an earlier term than a node has heard of: its master was replaced.
+
+    Attributes:
+        latest: the latest term that the node has heard of.
+    """
+
+    _extra = ("latest",)
+
+    def __init__(self, message: str, *, latest: int, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.latest = latest
 
 
 class InvalidName(ClusterError, ValueError):

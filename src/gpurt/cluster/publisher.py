@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gpurt.cluster.bus import EventEngine
-from gpurt.cluster.commands import decode_command, encode_answer
+from gpurt.cluster.command_table import CommandTable
+from gpurt.cluster.commands import Drain, Rediscover, Undrain, encode_answer
+from gpurt.cluster.device_news import DEVICE_KINDS, report_after
 from gpurt.cluster.envelope import EventKind, encode, make_event
 from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.errors import ClusterError, MalformedEvent, NodeNameTaken
+from gpurt.cluster.fence import Fence
 from gpurt.cluster.keys import check_name
 from gpurt.cluster.readings import DeviceReadings, encode_readings
+from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import (
     HostInfo,
     NodeFields,
@@ -30,25 +34,14 @@ from gpurt.cluster.state import (
 )
 from gpurt.discovery.events import DeviceEvent, EventType
 from gpurt.discovery.result import DiscoveryResult
-from gpurt.errors import ReasonCode
 from gpurt.types import BackendReport, GPUDevice
 
 NAME_CHECK_S: Final = 1.0
 """How long to wait for somebody who already uses our name."""
 
-_DEVICE_KINDS: Final = {
-    EventType.ADDED: EventKind.DEVICE_ADDED,
-    EventType.REMOVED: EventKind.DEVICE_REMOVED,
-    EventType.LOST: EventKind.DEVICE_HEALTH,
-    EventType.RECOVERED: EventKind.DEVICE_HEALTH,
-    EventType.HEALTH: EventKind.DEVICE_HEALTH,
-    EventType.CHANGED: EventKind.DEVICE_UPDATED,
-    EventType.MEMORY: EventKind.DEVICE_UPDATED,
-}
-
 _log = logging.getLogger("gpurt.cluster.publisher")
 
-Rediscover = Callable[[], Awaitable[DiscoveryResult]]
+LookUp = Callable[[], Awaitable[DiscoveryResult]]
 
 
 class NodePublisher:
@@ -58,6 +51,7 @@ class NodePublisher:
         node: name in the cluster.
         epoch: of this run; make it with ``Epoch.new(registry.next_epoch())``.
         rediscover: answers the master's command ``rediscover``; None: the command is refused.
+        fence: what masters of this cluster were promised; None: nothing, and nothing outlives the process.
     """
 
     def __init__(
@@ -67,7 +61,8 @@ class NodePublisher:
         *,
         host: HostInfo,
         epoch: Epoch,
-        rediscover: Rediscover | None = None,
+        rediscover: LookUp | None = None,
+        fence: Fence | None = None,
     ) -> None:
         self.node = check_name(node, "node")
         self.epoch = epoch
@@ -75,10 +70,16 @@ class NodePublisher:
         self._host = host
         self._rediscover = rediscover
         self._seq = 0
-        self._term = 0
+        self.fence = fence or Fence()
+        self.commands = CommandTable(self.fence, self._tell_term)
+        """Who answers masters; to be filled before ``start``."""
+        self.commands.handle(Rediscover, self._look_again)
+        self.commands.handle(Drain, self._drain)
+        self.commands.handle(Undrain, self._drain)
         self._devices: dict[str, GPUDevice] = {}
         self._reports: dict[str, BackendReport] = {}
         self._fields = NodeFields()
+        self._placement = NodePlacement()
         self._joined = False
         self._lock = asyncio.Lock()
 
@@ -86,6 +87,11 @@ class NodePublisher:
     def position(self) -> Position:
         """Of the last event."""
         return Position(self.epoch, self._seq)
+
+    @property
+    def devices(self) -> Mapping[str, GPUDevice]:
+        """By key, as they were told last."""
+        return self._devices
 
     def snapshot(self) -> NodeSnapshot:
         """What the node says of itself now."""
@@ -96,6 +102,7 @@ class NodePublisher:
             host=self._host,
             gpu_devices=tuple(self._devices.values()),
             reports=tuple(self._reports.values()),
+            placement=self._held(),
             **self._fields.model_dump(),
         )
 
@@ -107,6 +114,7 @@ class NodePublisher:
                 get through; the master then reports a conflict.
         """
         async with self._lock:
+            await self.fence.load()
             replies = await self._engine.snapshot(self.node, timeout=NAME_CHECK_S)
             if replies:
                 raise self._name_taken(replies[0].payload)
@@ -114,7 +122,7 @@ class NodePublisher:
             # Before it is: whoever is cancelled in the middle of joining may have been seen, and has to say goodbye.
             self._joined = True
             try:
-                await self._engine.join(self.node, encode_snapshot(self.snapshot()), self._on_command)
+                await self._engine.join(self.node, encode_snapshot(self.snapshot()), self.commands.answer)
             except Exception:
                 self._joined = False
                 raise
@@ -151,6 +159,32 @@ class NodePublisher:
             else:
                 await self._send_device(event, event.device)
 
+    async def publish_placement(self, placement: NodePlacement) -> None:
+        """Tell what the node holds. Before it has joined, that is part of its first state.
+
+        Raises:
+            ClusterError: the bus refused.
+        """
+        async with self._lock:
+            if placement == self._placement:
+                return
+            self._placement = placement
+            if self._joined:
+                await self._send(EventKind.NODE_PLACEMENT, data=self._placement_data())
+
+    async def drain(self, draining: bool = True) -> None:
+        """Take part in no new placement, or in placements again; also after the next start of this node.
+
+        Raises:
+            ClusterError: not started, or the bus refused.
+        """
+        async with self._lock:
+            self._check_joined()
+            await self.fence.set_draining(draining)
+            if self._fields.draining != draining:
+                self._fields = self._fields.model_copy(update={"draining": draining})
+                await self._send(EventKind.NODE_PLACEMENT, data=self._placement_data())
+
     async def publish_telemetry(self, devices: Sequence[DeviceReadings]) -> None:
         """Tell readings, best effort; nothing when not joined. They are no events and have no number.
 
@@ -183,10 +217,20 @@ class NodePublisher:
         self._summarize(result.timestamp, result.discovery_status)
 
     def _summarize(self, timestamp: str | None, status: str | None) -> None:
-        self._fields = summarize_devices(self._devices.values(), timestamp=timestamp, status=status)
+        fields = summarize_devices(self._devices.values(), timestamp=timestamp, status=status)
+        self._fields = fields.model_copy(update={"draining": self.fence.draining})
+
+    def _held(self) -> NodePlacement:
+        return self._placement.model_copy(update={"term": self.fence.term})
+
+    def _placement_data(self) -> dict[str, Any]:
+        return {
+            "placement": self._held().model_dump(mode="json"),
+            "node": self._fields.model_dump(mode="json"),
+        }
 
     async def _send_device(self, event: DeviceEvent, device: GPUDevice) -> None:
-        kind = _DEVICE_KINDS.get(event.type)
+        kind = DEVICE_KINDS.get(event.type)
         if kind is None:
             _log.warning("an event of type %s is not for the cluster", event.type)
             return
@@ -210,7 +254,7 @@ class NodePublisher:
         if event.backend is None:
             return
         available = event.type is EventType.BACKEND_AVAILABLE
-        report = self._reports[event.backend] = _report_after(self._reports.get(event.backend), event, event.backend)
+        report = self._reports[event.backend] = report_after(self._reports.get(event.backend), event, event.backend)
         self._summarize(event.observed_at, self._fields.discovery_status)
         kind = EventKind.BACKEND_SELECTED if available else EventKind.BACKEND_FAILED
         data = {"report": report.model_dump(mode="json"), "node": self._fields.model_dump(mode="json")}
@@ -255,29 +299,20 @@ class NodePublisher:
             hint="choose another node name, or end that process",
         )
 
-    async def _on_command(self, payload: bytes) -> bytes:
-        command = decode_command(payload)
-        if command.term < self._term:
-            raise ClusterError(f"command of term {command.term} refused: a master of term {self._term} has spoken")
-        self._term = command.term
+    # Commands
+
+    async def _tell_term(self) -> None:
+        async with self._lock:
+            if self._joined:
+                await self._send(EventKind.NODE_PLACEMENT, data=self._placement_data())
+
+    async def _look_again(self, command: Rediscover) -> bytes:
         if self._rediscover is None:
             raise ClusterError(f"node {self.node} cannot look up its devices again")
         result = await self._rediscover()
         await self.publish_snapshot(result)
         return encode_answer(status=result.discovery_status, devices=len(result.devices))
 
-
-def _report_after(report: BackendReport | None, event: DeviceEvent, name: str) -> BackendReport:
-    """The report on backend ``name`` after an event, which brings a reason code and a text only."""
-    report = report or BackendReport(name=name, status="ok")
-    if event.type is EventType.BACKEND_AVAILABLE:
-        return report.model_copy(update={"status": "ok", "reason": None, "message": event.reason or "", "hint": None})
-    code, _, message = (event.reason or "").partition(": ")
-    known = code in set(ReasonCode)
-    return report.model_copy(
-        update={
-            "status": "unavailable",
-            "reason": ReasonCode(code) if known else ReasonCode.ERROR,
-            "message": message if known else event.reason or "",
-        }
-    )
+    async def _drain(self, command: Drain | Undrain) -> bytes:
+        await self.drain(isinstance(command, Drain))
+        return encode_answer(draining=self.fence.draining)

@@ -7,7 +7,9 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import HostInfo, NodeFields
+from gpurt.placement.devices import ResidentRange
 from gpurt.types import BackendReport, GPUDevice
 
 
@@ -28,7 +30,7 @@ class DeviceRecord(BaseModel):
 
     device: GPUDevice
     available: bool
-    """Its node is healthy and the device itself usable: work may be placed on it."""
+    """Its node is healthy and not draining, and the device itself usable: work may be placed on it."""
 
 
 class NodeRecord(NodeFields):
@@ -45,6 +47,13 @@ class NodeRecord(NodeFields):
     host: HostInfo
     devices: Mapping[str, DeviceRecord] = Field(default_factory=dict[str, DeviceRecord])
     reports: tuple[BackendReport, ...] = ()
+    placement: NodePlacement = NodePlacement()
+    """What it holds of models."""
+
+    @property
+    def offers_devices(self) -> bool:
+        """Its usable devices are available."""
+        return self.state is NodeState.HEALTHY and not self.draining
 
     @property
     def gpu_devices(self) -> tuple[GPUDevice, ...]:
@@ -89,6 +98,16 @@ class ClusterSnapshot(BaseModel):
     @property
     def available_devices(self) -> dict[tuple[str, str], GPUDevice]:
         return {key: record.device for key, record in self.devices.items() if record.available}
+
+    @property
+    def resident(self) -> dict[tuple[str, str], tuple[ResidentRange, ...]]:
+        """The layers that lie on devices of healthy nodes, by (node, device key): for ``devices_from_view``."""
+        return {
+            (name, key): ranges
+            for name, node in self.nodes.items()
+            if node.state is NodeState.HEALTHY
+            for key, ranges in node.placement.resident().items()
+        }
 
 
 def _who(host: HostInfo) -> str:

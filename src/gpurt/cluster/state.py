@@ -14,6 +14,7 @@ from gpurt.cluster.bus import MAX_STATE_BYTES
 from gpurt.cluster.envelope import check_size, strict_json, summary
 from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
 from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.cluster.shards import NodePlacement
 from gpurt.types import BackendReport, DeviceKind, GPUDevice
 
 SNAPSHOT_SCHEMA: Final = 1
@@ -61,6 +62,8 @@ class NodeFields(BaseModel):
     discovery_status: str | None = None
     """``complete partial stale failed`` (:class:`gpurt.discovery.result.DiscoveryResult`); ``stale`` devices are
     remembered from an earlier run and not looked up yet."""
+    draining: bool = False
+    """It takes part in no new placement: none of its devices is available."""
 
 
 class NodeSnapshot(NodeFields):
@@ -73,6 +76,7 @@ class NodeSnapshot(NodeFields):
     host: HostInfo
     gpu_devices: tuple[GPUDevice, ...] = ()
     reports: tuple[BackendReport, ...] = ()
+    placement: NodePlacement = NodePlacement()
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 

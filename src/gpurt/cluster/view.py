@@ -19,6 +19,7 @@ from gpurt.cluster.envelope import Envelope, EventKind, summary
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.news import back, joined, of_device, silent, summary_of, updated
 from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
+from gpurt.cluster.shards import NodePlacement, placement_changes
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
 from gpurt.types import BackendReport, GPUDevice
 
@@ -119,10 +120,11 @@ class MasterView:
             host=snapshot.host,
             **{name: getattr(snapshot, name) for name in NodeFields.model_fields},
             devices={
-                key: _available(device, healthy=healthy)
+                key: _available(device, offered=healthy and not snapshot.draining)
                 for key, device in device_keys(snapshot.gpu_devices[:MAX_DEVICES]).items()
             },
             reports=snapshot.reports,
+            placement=snapshot.placement,
         )
         self._nodes[name] = record
         if old is None:
@@ -132,6 +134,7 @@ class MasterView:
         elif summary_of(old) != summary_of(record):
             self._post(ChangeKind.NODE_UPDATED, name, message=updated(old, record))
         self._post_differences(name, old.devices if old else {}, record.devices)
+        self._post_placement(name, old.placement if old else NodePlacement(), record.placement)
         return True
 
     def apply_event(self, event: Envelope) -> bool:
@@ -235,6 +238,11 @@ class MasterView:
                 record = _changed(record, reports=tuple({**reports, report.name: report}.values()))
             self._store(record, fields)
             return True
+        if kind is EventKind.NODE_PLACEMENT:
+            placement = NodePlacement.model_validate(data.get("placement"))
+            self._store(_changed(record, placement=placement), fields)
+            self._post_placement(record.node, record.placement, placement)
+            return True
         return self._fold_device(kind, record, event, data, fields)
 
     def _fold_device(
@@ -254,7 +262,7 @@ class MasterView:
                 self.ignored["too_many"] += 1
                 return True
             device = GPUDevice.model_validate(data.get("device"))
-            devices[key] = current = _available(device, healthy=record.state is NodeState.HEALTHY)
+            devices[key] = current = _available(device, offered=record.offers_devices)
             change = None if current == previous else _device_change(previous, current)
             why = why or (of_device(previous, current) if change is not None else None)
         self._store(_changed(record, devices=devices), fields)
@@ -265,7 +273,10 @@ class MasterView:
     def _store(self, record: NodeRecord, fields: NodeFields | None) -> None:
         before = self._nodes.get(record.node)
         if fields is not None:
+            drains = fields.draining != record.draining
             record = _changed(record, **fields.model_dump())
+            if drains:
+                record = _offered_again(record)
         self._nodes[record.node] = record
         if before is not None and summary_of(before) != summary_of(record):
             self._post(ChangeKind.NODE_UPDATED, record.node, message=updated(before, record))
@@ -277,9 +288,7 @@ class MasterView:
             self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT, "it said goodbye")
 
     def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind, message: str) -> None:
-        healthy = state is NodeState.HEALTHY
-        devices = {key: _available(r.device, healthy=healthy) for key, r in record.devices.items()}
-        self._nodes[record.node] = _changed(record, state=state, state_since=self.clock(), devices=devices)
+        self._nodes[record.node] = _offered_again(_changed(record, state=state, state_since=self.clock()))
         self._post(kind, record.node, message=message)
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
@@ -319,12 +328,22 @@ class MasterView:
             if record != (old := before.get(key)):
                 self._post(_device_change(old, record), node, key, message=of_device(old, record))
 
+    def _post_placement(self, node: str, before: NodePlacement, after: NodePlacement) -> None:
+        if (said := placement_changes(before, after)) is not None:
+            self._post(ChangeKind.NODE_PLACEMENT, node, message=said)
+
     def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
         self._feed.post(Change(kind, node, device, message))
 
 
-def _available(device: GPUDevice, *, healthy: bool) -> DeviceRecord:
-    return DeviceRecord.model_construct(device=device, available=healthy and device.usable)
+def _available(device: GPUDevice, *, offered: bool) -> DeviceRecord:
+    return DeviceRecord.model_construct(device=device, available=offered and device.usable)
+
+
+def _offered_again(record: NodeRecord) -> NodeRecord:
+    """With devices that are as available as the node's state says now."""
+    devices = {key: _available(r.device, offered=record.offers_devices) for key, r in record.devices.items()}
+    return _changed(record, devices=devices)
 
 
 def _changed(record: NodeRecord, **fields: Any) -> NodeRecord:

@@ -12,16 +12,18 @@ from typing import Final
 
 from gpurt.backend import GPUBackend
 from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.endpoints import check_endpoint, engine_at
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import ClusterError
+from gpurt.cluster.fence import Fence
 from gpurt.cluster.groups import single
 from gpurt.cluster.keys import check_name
 from gpurt.cluster.monitoring import NodeMonitoring
+from gpurt.cluster.node_assignments import NodeAssignments
+from gpurt.cluster.promises import PromiseFile
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.state import this_host
-from gpurt.cluster.zenoh_engine import ZenohEngine
-from gpurt.cluster.zenoh_settings import check_endpoint
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
@@ -46,6 +48,7 @@ class WorkerConfig:
     node: str
     cluster: str = "default"
     endpoint: str = DEFAULT_ENDPOINT
+    """Of a master, or ``nats://HOST:PORT`` of a NATS server."""
     registry_path: str | os.PathLike[str] | None = None
     """None: the user's own registry. Two workers of one machine need two."""
     simulate: str | None = None
@@ -80,6 +83,8 @@ class Worker:
     discovery: GPUDiscoveryService
     backend: GPUBackend | None
     """The simulated backend, initialised; None when the devices are real."""
+    assignments: NodeAssignments
+    """Parts of models that masters assign to this node; give it what loads them (``use``)."""
     monitoring: NodeMonitoring | None = None
     """Readings and health of the devices; give it a backend that you open (``use``), and it reads through it, too."""
 
@@ -98,18 +103,16 @@ async def run_worker(
     Args:
         on_ready: awaited as a task of its own once the node has joined with devices that were looked up now. When
             it returns, the worker goes on.
-        engine: in place of a zenoh session with ``config.endpoint``. Started and closed here.
+        engine: in place of the one that ``config.endpoint`` means. Started and closed here.
 
     Raises:
-        NodeNameTaken: the name is in use. BusUnavailable: no zenoh here. ValueError: ``simulate`` is malformed.
+        NodeNameTaken: the name is in use. BusUnavailable: the library of the bus is missing. ValueError: ``simulate`` is malformed.
         CredentialsRefused: what ``config.tls`` names is missing, expired or refused by the hub.
     """
     registry = RegistryFile(config.registry_path)
     epoch = Epoch.new(await off_loop("epoch", registry.next_epoch))
     host = await off_loop("host", this_host)
-    engine = engine or ZenohEngine(
-        cluster=config.cluster, endpoint=config.endpoint, tls=config.tls, insecure=config.insecure
-    )
+    engine = engine or engine_at(config.endpoint, cluster=config.cluster, tls=config.tls, insecure=config.insecure)
     async with AsyncExitStack() as stack:
         backend = None
         if config.simulate is not None:
@@ -124,10 +127,17 @@ async def run_worker(
             )
         )
         publisher = NodePublisher(
-            engine, config.node, host=host, epoch=epoch, rediscover=discovery.discover_all_devices
+            engine,
+            config.node,
+            host=host,
+            epoch=epoch,
+            rediscover=discovery.discover_all_devices,
+            fence=Fence(PromiseFile(registry.path), config.cluster),
         )
+        assignments = NodeAssignments(publisher)
         stack.push_async_callback(engine.close)
         stack.push_async_callback(_say_goodbye, publisher)
+        stack.push_async_callback(assignments.aclose)
         try:
             async with asyncio.TaskGroup() as group:
                 early: list[DiscoveryResult] = []
@@ -157,8 +167,9 @@ async def run_worker(
                     if backend is not None:
                         monitoring.use(backend)
                     group.create_task(monitoring.run(), name="gpurt-worker-monitoring")
+                worker = Worker(config, publisher, discovery, backend, assignments, monitoring)
                 if on_ready is not None:
-                    group.create_task(_run(on_ready, Worker(config, publisher, discovery, backend, monitoring)))
+                    group.create_task(_run(on_ready, worker))
                 await publisher.follow(discovery.subscribe())
         except BaseExceptionGroup as failed:
             raise single(failed) from None

@@ -1,18 +1,19 @@
 """The devices that layers may be put on, as the solver sees them.
 
-Speeds are those that a layer really gets: measured ones are taken as they are, peak figures of a table or of the
-vendor are multiplied by an efficiency and marked in ``estimated``.
+Speeds are those that a layer really gets: measured ones (:mod:`gpurt.calibration`) are taken as they are, peak figures
+of a table or of the vendor are multiplied by an efficiency and marked in ``estimated``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Final
 
 from pydantic import Field, model_validator
 
 from gpurt.placement.record import PlacementRecord
-from gpurt.types import DeviceKind, DeviceState, GPUDevice
+from gpurt.types import DeviceKind, DeviceSpeeds, DeviceState, GPUDevice
 
 BANDWIDTH_EFFICIENCY: Final = 0.7
 """Share of the peak memory bandwidth that reading weights gets; an assumption, used only with peak figures."""
@@ -20,6 +21,9 @@ COMPUTE_EFFICIENCY: Final = 0.5
 """Share of the peak arithmetic rate that a layer gets; an assumption, used only with peak figures."""
 DEFAULT_RESERVE: Final = 0.1
 """Share of the usable memory that is left free: fragmentation and what other processes take meanwhile."""
+
+SAME_SPEED: Final = 0.1
+"""Figures of alike devices that differ by less are one figure, taken several times: what tells them apart is noise."""
 
 FALLBACK_SPEEDS: Final[Mapping[DeviceKind, tuple[float, float]]] = {
     DeviceKind.GPU: (300e9, 20e12),
@@ -73,6 +77,8 @@ class PlacementDevice(PlacementRecord):
     """FLOP/s in the model's data type."""
     load_bandwidth: float | None = Field(default=None, gt=0)
     """Bytes/s at which weights arrive on it from where they are stored; None: not known."""
+    node_load_bandwidth: float | None = Field(default=None, gt=0)
+    """The same for all devices of its node together, when all load at once; None: not known to be less than the sum."""
     launch_seconds: float = Field(default=0.0, ge=0)
     """Fixed time per layer."""
     dtypes: frozenset[str] | None = None
@@ -107,13 +113,18 @@ def device_from_gpu(
     key: str | None = None,
     zone: str = "default",
     reserve: float = DEFAULT_RESERVE,
+    measured: DeviceSpeeds | None = None,
     memory_bandwidth: float | None = None,
     compute_flops: float | None = None,
     load_bandwidth: float | None = None,
     dtypes: frozenset[str] | None = None,
     resident: tuple[ResidentRange, ...] = (),
 ) -> PlacementDevice:
-    """A device of the master's view. Measured speeds are given by the caller, who has them; else tables are used.
+    """A device of the master's view.
+
+    A speed is what the caller gives, else what was measured (``measured``, else the record's own ``speeds``), else of a
+    table and marked estimated. So is an arithmetic rate that was measured in single precision on a device with matrix
+    units, which layers in half precision exceed.
 
     A device whose memory nobody knows, or that must not be used, gets no usable bytes.
     """
@@ -122,15 +133,26 @@ def device_from_gpu(
         usable = device.memory_available if device.memory_available is not None else device.memory_bytes
     if usable is None or not device.usable or device.state is not DeviceState.HEALTHY:
         usable = 0
+    speeds = measured or device.speeds
     table_bandwidth, table_flops = FALLBACK_SPEEDS[device.kind]
     estimated: set[str] = set()
     if memory_bandwidth is None:
-        estimated.add("memory_bandwidth")
-        peak = device.bandwidth_gbps * 1e9 if device.bandwidth_gbps else table_bandwidth
-        memory_bandwidth = peak * BANDWIDTH_EFFICIENCY
+        if speeds is not None and speeds.memory_gbps is not None:
+            memory_bandwidth = speeds.memory_gbps * 1e9
+        else:
+            estimated.add("memory_bandwidth")
+            peak = device.bandwidth_gbps * 1e9 if device.bandwidth_gbps else table_bandwidth
+            memory_bandwidth = peak * BANDWIDTH_EFFICIENCY
     if compute_flops is None:
-        estimated.add("compute_flops")
-        compute_flops = table_flops * COMPUTE_EFFICIENCY
+        single, half = (speeds.fp32_tflops, speeds.bf16_tflops) if speeds is not None else (None, None)
+        best = max(single or 0.0, half or 0.0) * 1e12
+        if half is None and (best == 0 or device.tensor_core_count):
+            estimated.add("compute_flops")
+        compute_flops = best or table_flops * COMPUTE_EFFICIENCY
+    together: float | None = None
+    if load_bandwidth is None and speeds is not None and speeds.load_gbps is not None:
+        load_bandwidth = speeds.load_gbps * 1e9
+        together = None if speeds.load_together_gbps is None else speeds.load_together_gbps * 1e9
     return PlacementDevice(
         id=f"{node}/{key or device.stable_id}",
         node=node,
@@ -144,6 +166,7 @@ def device_from_gpu(
         memory_bandwidth=memory_bandwidth,
         compute_flops=compute_flops,
         load_bandwidth=load_bandwidth,
+        node_load_bandwidth=together,
         dtypes=dtypes,
         memory_pool_id=device.memory_pool_id,
         resident=resident,
@@ -156,13 +179,55 @@ def devices_from_view(
     *,
     zones: Mapping[str, str] | None = None,
     reserve: float = DEFAULT_RESERVE,
+    measured: Mapping[tuple[str, str], DeviceSpeeds] | None = None,
+    resident: Mapping[tuple[str, str], tuple[ResidentRange, ...]] | None = None,
 ) -> tuple[PlacementDevice, ...]:
     """The devices of a master's view: give ``ClusterSnapshot.available_devices``. ``zones`` maps nodes to zones.
 
-    Software devices are left out: they compute on the processor that is listed beside them.
+    ``resident``: the layers that lie on devices already, ``ClusterSnapshot.resident``.
+
+    Each has the speeds that its node measured, unless ``measured`` has others. Of devices of one node that are alike,
+    figures within a tenth of their median are that median, so that what is equal remains so to the solver. Software
+    devices are left out: they compute on the processor that is listed beside them.
     """
-    return tuple(
-        device_from_gpu(device, node=node, key=key, zone=(zones or {}).get(node, "default"), reserve=reserve)
+    found = tuple(
+        device_from_gpu(
+            device,
+            node=node,
+            key=key,
+            zone=(zones or {}).get(node, "default"),
+            reserve=reserve,
+            measured=(measured or {}).get((node, key)),
+            resident=(resident or {}).get((node, key), ()),
+        )
         for (node, key), device in available.items()
         if device.kind is not DeviceKind.SOFTWARE
     )
+    return _levelled(found)
+
+
+def _levelled(devices: tuple[PlacementDevice, ...]) -> tuple[PlacementDevice, ...]:
+    groups: dict[tuple[object, ...], list[PlacementDevice]] = {}
+    for device in devices:
+        groups.setdefault(_look(device), []).append(device)
+
+    def level(device: PlacementDevice) -> PlacementDevice:
+        alike = groups[_look(device)]
+        if len(alike) == 1:
+            return device
+        update: dict[str, float] = {}
+        for field in ("memory_bandwidth", "compute_flops", "load_bandwidth"):
+            mine: float | None = getattr(device, field)
+            if mine is None:
+                continue
+            middle = median(value for each in alike if (value := getattr(each, field)) is not None)
+            if abs(mine - middle) <= SAME_SPEED * middle:
+                update[field] = middle
+        return device.model_copy(update=update)
+
+    return tuple(map(level, devices))
+
+
+def _look(device: PlacementDevice) -> tuple[object, ...]:
+    # What is measured and what comes from a table is not noise around one figure.
+    return device.node, device.backend, device.vendor, device.name, device.estimated

@@ -22,8 +22,8 @@ class PlanVersion(PlacementRecord):
     than every plan of a later one, however many it has made.
     """
 
-    term: int = Field(ge=0, le=MAX_NUMBER)
-    n: int = Field(ge=0, le=MAX_NUMBER)
+    term: int = Field(ge=0, le=MAX_NUMBER, strict=True)
+    n: int = Field(ge=0, le=MAX_NUMBER, strict=True)
     """Counts the plans of one term. 0 stands for "no plan yet"."""
 
     def next(self, *, term: int | None = None) -> PlanVersion:

@@ -1,0 +1,83 @@
+"""What became of a plan at the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+from gpurt.cluster.assignment import Acknowledgement, Refusal
+from gpurt.placement.version import PlanVersion
+
+
+class CommitStatus(StrEnum):
+    COMMITTED = "committed"
+    """Every node has accepted: the plan holds."""
+    ABORTED = "aborted"
+    """A node has refused or did not answer: the plan before holds, everywhere."""
+
+
+class NodeAnswer(BaseModel):
+    """What one node said in the last phase that reached it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    acknowledgement: Acknowledgement | None = None
+    """None: it did not answer, or its answer was an error."""
+    failed: bool = False
+    """It answered with an error instead, or its part does not fit a command: ``message`` says which."""
+    message: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return self.acknowledgement is not None and self.acknowledgement.accepted
+
+    @property
+    def refused(self) -> bool:
+        return self.acknowledgement is not None and not self.acknowledgement.accepted
+
+    @property
+    def reason(self) -> Refusal | None:
+        return None if self.acknowledgement is None else self.acknowledgement.reason
+
+
+class CommitResult(BaseModel):
+    """The outcome of one commit."""
+
+    model_config = ConfigDict(frozen=True)
+
+    instance: str
+    version: PlanVersion
+    status: CommitStatus
+    answers: Mapping[str, NodeAnswer]
+    """By node."""
+
+    @property
+    def committed(self) -> bool:
+        return self.status is CommitStatus.COMMITTED
+
+    @property
+    def refused(self) -> dict[str, Acknowledgement]:
+        """Nodes that do not take their part, with the reason."""
+        told = ((node, answer.acknowledgement) for node, answer in self.answers.items() if answer.refused)
+        return {node: acknowledgement for node, acknowledgement in told if acknowledgement is not None}
+
+    @property
+    def unconfirmed(self) -> tuple[str, ...]:
+        """Nodes that have not answered, or only with an error."""
+        return tuple(node for node, answer in self.answers.items() if answer.acknowledgement is None)
+
+    @property
+    def superseded_by(self) -> int | None:
+        """Term of the later master that a node has heard of; None: this one is the latest."""
+        terms = [each.term for each in self.refused.values() if each.reason is Refusal.STALE_TERM]
+        return max(terms, default=None)
+
+    @property
+    def message(self) -> str:
+        """In one line."""
+        parts = [f"plan {self.version} of {self.instance} is {self.status}"]
+        parts += [f"{node} refuses ({each.reason}: {each.message})" for node, each in self.refused.items()]
+        parts += [f"{node}: {self.answers[node].message}" for node in self.unconfirmed]
+        return "; ".join(parts)

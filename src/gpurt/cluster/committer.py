@@ -1,0 +1,209 @@
+"""PlacementCommitter: a plan becomes what the nodes do, at all of them or at none.
+
+In two phases. Every node of the plan is offered its part; each checks it and promises to follow no earlier plan. Only
+when all have accepted is the plan decided, and activated everywhere. From then on it holds: a node that is away just
+then, or is started again later, is sent its part once more. Before that, one node that refuses or does not answer is
+enough to call the whole off, and the nodes go on under the plan before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from gpurt.cluster.assignment import Assignment, Refusal, assignments_of, release_of
+from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.changes import ChangeKind
+from gpurt.cluster.commands import Step, send_assignment
+from gpurt.cluster.commit_result import CommitResult, CommitStatus, NodeAnswer
+from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
+from gpurt.cluster.groups import single
+from gpurt.cluster.records import ClusterSnapshot, NodeState
+from gpurt.cluster.view import MasterView
+from gpurt.placement.plan import Plan
+from gpurt.placement.version import PlanVersion
+
+ANSWER_S: Final = 10.0
+"""For one node and one step. Only a new promise is written to the node's disk before the answer."""
+QUESTIONS: Final = 32
+"""Nodes that are spoken to at once."""
+AGAIN_FIRST_S: Final = 0.2
+AGAIN_LONGEST_S: Final = 5.0
+"""Between two attempts to reach a node that is there and does not answer."""
+
+_NEWS: Final = frozenset(
+    {ChangeKind.NODE_JOINED, ChangeKind.NODE_BACK, ChangeKind.NODE_UPDATED, ChangeKind.NODE_PLACEMENT}
+)
+_log = logging.getLogger("gpurt.cluster.committer")
+
+
+@dataclass(slots=True)
+class _Decided:
+    version: PlanVersion
+    parts: Mapping[str, Assignment]
+    """By node; those that have to let go of what an earlier plan gave them are among them."""
+
+
+class PlacementCommitter:
+    """
+    Args:
+        engine: started by the caller, and closed by the caller.
+        view: what nodes hold; kept true by an observer.
+        answer_s: seconds for one node and one step.
+    """
+
+    def __init__(self, engine: EventEngine, view: MasterView, *, answer_s: float = ANSWER_S) -> None:
+        self._engine, self._view, self._answer_s = engine, view, answer_s
+        self._decided: dict[str, _Decided] = {}
+        self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._recheck: Callable[[Iterable[str]], None] | None = None
+
+    def committed(self, instance: str) -> PlanVersion | None:
+        """The version that this master has decided on last."""
+        decided = self._decided.get(instance)
+        return None if decided is None else decided.version
+
+    async def commit(self, plan: Plan, version: PlanVersion, *, instance: str | None = None) -> CommitResult:
+        """Make ``plan`` what the nodes do. The same plan under the same version again does no harm.
+
+        Nodes that hold parts of the instance and are not in the plan let go of them after it was decided. Cancelled
+        before the decision, the offers that were made stay behind; they bind nobody to anything but to no earlier plan.
+
+        Args:
+            version: later than every one before of this instance (``latest_version(…).next(term=…)``); its term is
+                this master's.
+            instance: which copy of the model; None: the model is placed once.
+
+        Returns:
+            Who answered what. ``ABORTED``: nothing has changed anywhere. ``COMMITTED``: decided; ``unconfirmed`` nodes
+            get their part as soon as they can be reached, while ``run`` runs.
+
+        Raises:
+            InvalidPlan: device names do not fit nodes. BusClosed: the engine is not started.
+        """
+        parts = assignments_of(plan, version, instance=instance)
+        name = instance or plan.model
+        offered = await self._all(parts, Step.OFFER)
+        if not all(answer.accepted for answer in offered.values()):
+            to_forget = {node: part for node, part in parts.items() if not offered[node].refused}
+            await self._all(to_forget, Step.ABORT)
+            result = CommitResult(instance=name, version=version, status=CommitStatus.ABORTED, answers=offered)
+            _log.warning("%s", result.message)
+            return result
+        release = release_of(plan, version, instance=instance)
+        parts |= {node: release for node in _holders(self._view.snapshot(), name) - parts.keys()}
+        if (before := self.committed(name)) is None or before <= version:
+            self._decided[name] = _Decided(version, parts)
+        activated = await self._all(parts, Step.ACTIVATE)
+        result = CommitResult(instance=name, version=version, status=CommitStatus.COMMITTED, answers=activated)
+        _log.info("%s", result.message)
+        if result.superseded_by is not None:
+            self.forget(name)
+        elif self._recheck is not None:
+            self._recheck(result.unconfirmed)
+        return result
+
+    def forget(self, instance: str) -> None:
+        """Send nobody the plan of this instance any more: it is not this master's any longer."""
+        self._decided.pop(instance, None)
+
+    async def run(self) -> None:
+        """Until cancelled: send nodes their part again that have not confirmed it, or that have lost it because they
+        were started again. A node that refuses it is left alone until there is news of it.
+
+        Raises:
+            BusClosed: the engine was closed.
+        """
+        changes = self._view.changes()
+        try:
+            async with asyncio.TaskGroup() as group:
+
+                def recheck(nodes: Iterable[str]) -> None:
+                    for node in nodes:
+                        self._check(group, node)
+
+                self._recheck = recheck
+                recheck(self._view.snapshot().nodes)
+                async for change in changes:
+                    if change.kind is ChangeKind.MISSED:
+                        recheck(self._view.snapshot().nodes)
+                    elif change.node is not None and change.kind in _NEWS:
+                        recheck((change.node,))
+        except BaseExceptionGroup as failed:
+            raise single(failed) from None
+        finally:
+            self._recheck = None
+            changes.close()
+
+    # Inside
+
+    async def _all(self, parts: Mapping[str, Assignment], step: Step) -> dict[str, NodeAnswer]:
+        questions = asyncio.Semaphore(QUESTIONS)
+
+        async def one(node: str, part: Assignment) -> NodeAnswer:
+            async with questions:
+                return await self._send(node, part, step)
+
+        answers = await asyncio.gather(*(one(node, part) for node, part in parts.items()))
+        return dict(zip(parts, answers, strict=True))
+
+    async def _send(self, node: str, part: Assignment, step: Step) -> NodeAnswer:
+        try:
+            acknowledgement = await send_assignment(self._engine, node, part, step, timeout=self._answer_s)
+        except BusClosed:
+            raise
+        except NoAnswer as exc:
+            return NodeAnswer(message=exc.message)
+        except ClusterError as exc:
+            return NodeAnswer(failed=True, message=exc.message)
+        return NodeAnswer(acknowledgement=acknowledgement, message=acknowledgement.message)
+
+    def _check(self, group: asyncio.TaskGroup, node: str) -> None:
+        for instance, decided in self._decided.items():
+            if (instance, node) not in self._sending and self._misses(node, instance, decided):
+                task = group.create_task(self._send_until_heard(node, instance), name=f"gpurt-cluster-assign-{node}")
+                self._sending[instance, node] = task
+                task.add_done_callback(partial(self._sent, (instance, node)))
+
+    def _sent(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._sending[key]
+
+    def _misses(self, node: str, instance: str, decided: _Decided) -> bool:
+        """The node is there and does not follow the plan that was decided."""
+        record, part = self._view.node(node), decided.parts.get(node)
+        if part is None or record is None or record.state is not NodeState.HEALTHY:
+            return False
+        shard = record.placement.shard(instance)
+        if shard is None:
+            return bool(part.stages)
+        return shard.version < decided.version
+
+    async def _send_until_heard(self, node: str, instance: str) -> None:
+        pause = AGAIN_FIRST_S
+        while (decided := self._decided.get(instance)) is not None and self._misses(node, instance, decided):
+            answer = await self._send(node, decided.parts[node], Step.ACTIVATE)
+            if answer.accepted:
+                return
+            if answer.refused:
+                _log.warning("node %s refuses plan %s of %s: %s", node, decided.version, instance, answer.message)
+                if answer.reason in (Refusal.STALE_TERM, Refusal.STALE_VERSION):
+                    self.forget(instance)
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, AGAIN_LONGEST_S)
+
+
+def latest_version(snapshot: ClusterSnapshot, instance: str) -> PlanVersion | None:
+    """The latest plan of ``instance`` that a node follows; None: none does. A master that starts anew continues behind
+    it."""
+    shards = (node.placement.shard(instance) for node in snapshot.nodes.values())
+    return max((shard.version for shard in shards if shard is not None), default=None)
+
+
+def _holders(snapshot: ClusterSnapshot, instance: str) -> set[str]:
+    """Nodes that hold parts of it; also of those that are away, which will have lost them or be told when back."""
+    return {name for name, node in snapshot.nodes.items() if node.placement.shard(instance) is not None}

@@ -1,0 +1,245 @@
+"""NodeAssignments: a node's side of placement. It agrees to its part of a plan, has it loaded, and says what it holds.
+
+The worker's application supplies the loading (:class:`ShardLoader`); everything that a master could get wrong, or could
+send twice, late or out of order, is settled before it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gpurt.cluster.assignment import Acknowledgement, AssignedDevice, Assignment, Refusal, kept_of
+from gpurt.cluster.commands import Assign, Step
+from gpurt.cluster.errors import ClusterError, StaleTerm
+from gpurt.cluster.publisher import NodePublisher
+from gpurt.cluster.shards import MAX_INSTANCES, MAX_MESSAGE, NodePlacement, ResidentLayers, ShardReport, ShardState
+from gpurt.types import DeviceState, GPUDevice
+
+_log = logging.getLogger("gpurt.cluster.assignments")
+
+
+class ShardLoader(Protocol):
+    """What a worker's application does about its part of a plan."""
+
+    async def load(self, assignment: Assignment) -> None:
+        """Make the node hold what ``assignment`` says of its instance: load what is new, keep what lies there already
+        and is in it, and let go of the rest; with no stage in it, of everything.
+
+        Returns once it all lies there. An exception is told to the master in words, and counts as if nothing of the
+        instance were left. For one instance there is one call at a time; it is cancelled when a later plan comes, or
+        when the node ends.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Instance:
+    offered: Assignment | None = None
+    active: Assignment | None = None
+    state: ShardState = ShardState.LOADING
+    message: str | None = None
+    resident: tuple[ResidentLayers, ...] = ()
+    task: asyncio.Task[None] | None = None
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One call of the loader at a time; a cancelled one may take its time."""
+
+
+class _Refused(Exception):
+    def __init__(self, reason: Refusal, message: str, device: str | None = None, short: int | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.device, self.short = reason, device, short
+
+
+class NodeAssignments:
+    """
+    Args:
+        publisher: the node's voice, not started yet: from now on it takes assignments.
+    """
+
+    def __init__(self, publisher: NodePublisher) -> None:
+        self._publisher = publisher
+        self._fence = publisher.fence
+        self._loader: ShardLoader | None = None
+        self._instances: dict[str, _Instance] = {}
+        self._lock = asyncio.Lock()
+        publisher.commands.handle(Assign, self._take, on_stale=self._refuse_stale)
+
+    def use(self, loader: ShardLoader | None) -> None:
+        """From now on parts are loaded through ``loader``; without one, they are refused."""
+        self._loader = loader
+
+    def placement(self) -> NodePlacement:
+        """What the node holds now."""
+        shards = tuple(
+            ShardReport(
+                instance=name,
+                model=held.active.model,
+                version=held.active.version,
+                state=held.state,
+                message=held.message,
+                resident=held.resident,
+            )
+            for name, held in sorted(self._instances.items())
+            if held.active is not None
+        )
+        return NodePlacement(term=self._fence.term, shards=shards)
+
+    def assignment(self, instance: str) -> Assignment | None:
+        """The part that the node follows now; None: none."""
+        held = self._instances.get(instance)
+        return None if held is None else held.active
+
+    async def aclose(self) -> None:
+        """Cancel what is being loaded and wait for it."""
+        tasks = [held.task for held in self._instances.values() if held.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # The command
+
+    async def _take(self, command: Assign) -> bytes:
+        assignment = command.assignment
+        async with self._lock:
+            try:
+                if command.step is Step.ABORT:
+                    self._forget_offer(assignment)
+                else:
+                    await self._agree(assignment)
+                    if command.step is Step.ACTIVATE:
+                        await self._activate(assignment)
+                acknowledgement = self._accepted(assignment)
+            except StaleTerm as exc:
+                return self._refuse_stale(exc)
+            except _Refused as exc:
+                _log.warning("plan %s of %s is refused: %s", assignment.version, assignment.instance, exc)
+                acknowledgement = Acknowledgement(
+                    accepted=False,
+                    term=self._fence.term,
+                    reason=exc.reason,
+                    message=str(exc)[:MAX_MESSAGE],
+                    device=exc.device,
+                    short_bytes=exc.short,
+                )
+        return acknowledgement.model_dump_json().encode()
+
+    def _refuse_stale(self, error: StaleTerm) -> bytes:
+        _log.warning("an assignment is refused: %s", error)
+        refused = Acknowledgement(
+            accepted=False, term=error.latest, reason=Refusal.STALE_TERM, message=error.message[:MAX_MESSAGE]
+        )
+        return refused.model_dump_json().encode()
+
+    # Inside; the lock is held
+
+    async def _agree(self, assignment: Assignment) -> None:
+        """Promise to follow no earlier plan; nothing happens when this very one was agreed to before."""
+        promised = self._fence.promised(assignment.instance)
+        digest = assignment.digest
+        if promised is not None:
+            if assignment.version < promised.version:
+                message = f"plan {assignment.version} is older than plan {promised.version}, which was agreed to"
+                raise _Refused(Refusal.STALE_VERSION, message)
+            if assignment.version == promised.version and digest != promised.digest:
+                message = f"another plan {assignment.version} was agreed to before"
+                raise _Refused(Refusal.STALE_VERSION, message)
+        held = self._instances.get(assignment.instance)
+        if held is not None and assignment in (held.active, held.offered):
+            return
+        self._check(assignment, held)
+        await self._fence.promise(assignment.instance, assignment.version, digest)
+        self._instances.setdefault(assignment.instance, _Instance()).offered = assignment
+
+    def _check(self, assignment: Assignment, held: _Instance | None) -> None:
+        if not assignment.stages:
+            return
+        if self._fence.draining:
+            raise _Refused(Refusal.DRAINING, "the node is draining")
+        if self._loader is None:
+            raise _Refused(Refusal.NO_LOADER, "nobody loads models on this node yet")
+        if held is None and len(self._instances) >= MAX_INSTANCES:
+            raise _Refused(Refusal.TOO_MANY, f"the node holds parts of {MAX_INSTANCES} instances already")
+        devices = self._publisher.devices
+        for key, wanted in assignment.devices.items():
+            device = devices.get(key)
+            if device is None:
+                raise _Refused(Refusal.UNKNOWN_DEVICE, f"there is no device {key}", key)
+            if not device.usable or device.state is not DeviceState.HEALTHY:
+                why = device.state_reason or device.state
+                raise _Refused(Refusal.DEVICE_UNAVAILABLE, f"device {key} cannot be used: {why}", key)
+            self._check_memory(key, device, wanted, assignment.instance)
+
+    def _check_memory(self, key: str, device: GPUDevice, wanted: AssignedDevice, instance: str) -> None:
+        """A device that does not tell its memory is not judged: loading shows."""
+        told = (device.memory_usable_bytes, device.memory_available, device.memory_bytes)
+        usable = next((size for size in told if size is not None), None)
+        if usable is None:
+            return
+        for name, held in self._instances.items():
+            there = None if held.active is None else held.active.devices.get(key)
+            if there is None:
+                continue
+            if name == instance and held.state is ShardState.LOADED:
+                usable += there.total_bytes  # replaced by what is wanted now
+            elif name != instance and held.state is ShardState.LOADING:
+                usable -= there.total_bytes  # on its way
+        if wanted.total_bytes > usable:
+            short = wanted.total_bytes - usable
+            message = (
+                f"device {key} should hold {wanted.total_bytes} bytes and has room for {max(0, usable)}: "
+                f"{short} bytes are missing"
+            )
+            raise _Refused(Refusal.NOT_ENOUGH_MEMORY, message, key, short)
+
+    async def _activate(self, assignment: Assignment) -> None:
+        held = self._instances[assignment.instance]
+        again = held.active == assignment
+        held.offered = None
+        if again and held.state is not ShardState.FAILED:
+            return
+        if held.task is not None:
+            held.task.cancel()
+        held.resident = kept_of(held.resident, assignment.resident())
+        held.active, held.state, held.message = assignment, ShardState.LOADING, None
+        held.task = asyncio.create_task(self._load(held, assignment), name="gpurt-cluster-load")
+        await self._publisher.publish_placement(self.placement())
+
+    def _forget_offer(self, assignment: Assignment) -> None:
+        held = self._instances.get(assignment.instance)
+        if held is None or held.offered is None or held.offered.version != assignment.version:
+            return
+        held.offered = None
+        if held.active is None:
+            del self._instances[assignment.instance]
+
+    def _accepted(self, assignment: Assignment) -> Acknowledgement:
+        held = self._instances.get(assignment.instance)
+        state = held.state if held is not None and held.active == assignment else None
+        message = held.message if held is not None and state is ShardState.FAILED else None
+        return Acknowledgement(accepted=True, term=self._fence.term, state=state, message=message or "")
+
+    # A task for each plan of an instance
+
+    async def _load(self, held: _Instance, assignment: Assignment) -> None:
+        async with held.loading:
+            try:
+                if self._loader is not None:
+                    await self._loader.load(assignment)
+            except Exception as exc:
+                _log.warning("plan %s of %s has failed: %r", assignment.version, assignment.instance, exc)
+                outcome = ShardState.FAILED, (str(exc) or type(exc).__name__)[:MAX_MESSAGE], ()
+            else:
+                outcome = ShardState.LOADED, None, assignment.resident()
+        if held.active is not assignment:
+            return  # the loader has ended in spite of its cancellation
+        held.state, held.message, held.resident = outcome
+        if held.state is ShardState.LOADED and not assignment.stages and held.offered is None:
+            del self._instances[assignment.instance]
+        try:
+            await self._publisher.publish_placement(self.placement())
+        except ClusterError as exc:
+            _log.warning("what the node holds could not be told: %s", exc)

@@ -1,0 +1,84 @@
+"""What a node has promised to masters, in a file of its own beside the registry.
+
+A promise must survive the process that made it: a node that starts again must not follow a master that it has already
+left, nor an earlier plan than the one it has agreed to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
+from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, default_registry_path
+
+
+class Promised(BaseModel):
+    """The latest plan of one instance that the node has agreed to."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: PlanVersion
+    digest: str
+    """Of the node's part: one version is of one plan only."""
+
+
+class Promises(BaseModel):
+    """To the masters of one cluster."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    term: int = Field(default=0, ge=0, le=MAX_NUMBER)
+    draining: bool = False
+    """Nothing new may be placed here until a master or the operator says otherwise, also after a restart."""
+    instances: Mapping[str, Promised] = Field(default_factory=dict[str, Promised])
+
+
+class PromiseDocument(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
+    clusters: Mapping[str, Promises] = Field(default_factory=dict[str, Promises])
+
+
+class PromiseFile(JsonFile[PromiseDocument]):
+    """``registry.promises.json`` beside ``registry.json``.
+
+    Args:
+        registry_path: the node's registry; None is the user's own.
+    """
+
+    def __init__(self, registry_path: str | os.PathLike[str] | None = None) -> None:
+        registry = default_registry_path() if registry_path is None else Path(registry_path)
+        super().__init__(registry.with_name(f"{registry.stem}.promises.json"))
+
+    def promises(self, cluster: str) -> Promises:
+        """Those that are kept; none where nothing was promised, or nothing can be read, which is logged."""
+        document = self.load()
+        return Promises() if document is None else document.clusters.get(cluster, Promises())
+
+    def keep(self, cluster: str, promises: Promises) -> None:
+        """
+        Raises:
+            RegistryTooNew, OSError: as ``JsonFile.update``.
+        """
+
+        def change(old: PromiseDocument | None) -> PromiseDocument:
+            clusters = {} if old is None else dict(old.clusters)
+            return PromiseDocument(clusters={**clusters, cluster: promises})
+
+        self.update(change)
+
+    def _parse(self, raw: bytes, data: dict[str, Any]) -> PromiseDocument:
+        try:
+            return PromiseDocument.model_validate(data)
+        except ValidationError as exc:
+            raise CorruptRegistry(str(exc)) from exc
+
+    def _dump(self, value: PromiseDocument) -> bytes:
+        return json.dumps(value.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
