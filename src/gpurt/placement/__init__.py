@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PlacementError,
         PlacementTimeout,
     )
+    from gpurt.placement.loading import DeviceLoad, LoadPrediction, predict_load
     from gpurt.placement.plan import Plan, PlanStatus, Stage
     from gpurt.placement.solver import ConstraintSatisfactionPlacement
     from gpurt.placement.spec import LayerSpec, ModelSpec
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConstraintSatisfactionPlacement",
     "Constraints",
+    "DeviceLoad",
     "DomainLimit",
     "InfeasiblePlacement",
     "InvalidPlacementInput",
@@ -46,6 +48,7 @@ __all__ = [
     "Link",
     "LinkClass",
     "LinkTable",
+    "LoadPrediction",
     "Locality",
     "ModelSpec",
     "ObjectiveKind",
@@ -64,6 +67,7 @@ __all__ = [
     "Workload",
     "device_from_gpu",
     "devices_from_view",
+    "predict_load",
     "validate_plan",
 ]
 
@@ -78,6 +82,7 @@ _HOMES = {
         "PlacementError",
         "PlacementTimeout",
     ),
+    "loading": ("DeviceLoad", "LoadPrediction", "predict_load"),
     "plan": ("Plan", "PlanStatus", "Stage"),
     "solver": ("ConstraintSatisfactionPlacement",),
     "spec": ("LayerSpec", "ModelSpec"),
