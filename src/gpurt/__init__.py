@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         Capabilities,
         DeviceIdentity,
         DeviceKind,
+        DeviceSpeeds,
         DeviceState,
         GPUDevice,
         Kernel,
@@ -85,6 +86,7 @@ __all__ = [
     "DeviceKind",
     "DeviceLost",
     "DeviceNotFound",
+    "DeviceSpeeds",
     "DeviceState",
     "DeviceUnresponsive",
     "Driver",
@@ -144,7 +146,7 @@ _HOMES = {
     "gpurt.shell": ("DriverBackend",),
     "gpurt.tensors": ("get_memory_manager", "to_device"),
     "gpurt.types": (
-        *("BackendReport", "Capabilities", "DeviceIdentity", "DeviceKind", "DeviceState", "GPUDevice"),
+        *("BackendReport", "Capabilities", "DeviceIdentity", "DeviceKind", "DeviceSpeeds", "DeviceState", "GPUDevice"),
         *("Kernel", "MemoryHandle", "MemoryInfo", "Telemetry"),
     ),
 }
