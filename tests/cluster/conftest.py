@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -11,8 +12,11 @@ import pytest
 from gpurt.cluster.bus import EventEngine, EventReceived, EventRefused
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
 from gpurt.cluster.keys import EVENTS, node_key
+from gpurt.cluster.nats_engine import NatsEngine
+from gpurt.cluster.nats_settings import NatsSettings, subject
 from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_settings import ZenohSettings
+from tests.cluster.nats_server import shared_nats_server
 from tests.cluster.support import free_port
 
 SMALL = 64
@@ -24,7 +28,7 @@ class Bus(Protocol):
 
     async def node(self) -> EventEngine: ...
     async def observer(self) -> EventEngine: ...
-    def inject(self, node: str, payload: bytes) -> None:
+    async def inject(self, node: str, payload: bytes) -> None:
         """Put bytes on the bus that no engine would send."""
 
     def dropped(self) -> int: ...
@@ -44,7 +48,7 @@ class InProcess:
 
     observer = node
 
-    def inject(self, node: str, payload: bytes) -> None:
+    async def inject(self, node: str, payload: bytes) -> None:
         too_large = len(payload) > 256 << 10
         self.bus.deliver(EventRefused(node, len(payload)) if too_large else EventReceived(node, payload))
 
@@ -76,7 +80,7 @@ class Zenoh:
         await self.hub.start()
         return self.hub
 
-    def inject(self, node: str, payload: bytes) -> None:
+    async def inject(self, node: str, payload: bytes) -> None:
         session: Any = self.engines[-1]._session  # pyright: ignore[reportPrivateUsage]
         session.put(node_key("test", node, EVENTS), payload)
 
@@ -87,7 +91,37 @@ class Zenoh:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-BUSES = {"inprocess": InProcess, "zenoh": Zenoh}
+class Nats:
+    """One server for all tests, and a cluster of its own for each."""
+
+    clusters = itertools.count()
+
+    def __init__(self, small: bool) -> None:
+        self.endpoint = shared_nats_server().endpoint
+        self.cluster = f"test{next(self.clusters)}"
+        self.settings = NatsSettings(inbox_events=SMALL) if small else NatsSettings()
+        self.engines: list[NatsEngine] = []
+
+    async def node(self) -> EventEngine:
+        engine = NatsEngine(cluster=self.cluster, endpoint=self.endpoint, settings=self.settings)
+        await engine.start()
+        self.engines.append(engine)
+        return engine
+
+    observer = node
+
+    async def inject(self, node: str, payload: bytes) -> None:
+        client: Any = self.engines[-1]._client  # pyright: ignore[reportPrivateUsage]
+        await client.publish(subject(self.cluster, node, EVENTS), payload)
+
+    def dropped(self) -> int:
+        return sum(s.dropped for e in self.engines for s in e._subscriptions)  # pyright: ignore[reportPrivateUsage]
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+BUSES = {"inprocess": InProcess, "zenoh": Zenoh, "nats": Nats}
 
 
 @pytest.fixture(params=BUSES)

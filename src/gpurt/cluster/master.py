@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gpurt.cluster.board import ReadingsBoard
 from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.endpoints import check_endpoint, engine_at
 from gpurt.cluster.keys import check_name
 from gpurt.cluster.observer import RESYNC_INTERVAL_S, ClusterObserver
 from gpurt.cluster.readings import DeviceReadings
@@ -15,8 +16,6 @@ from gpurt.cluster.records import NodeState
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import DEFAULT_ENDPOINT
-from gpurt.cluster.zenoh_engine import ZenohEngine
-from gpurt.cluster.zenoh_settings import check_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ class MasterConfig:
 
     cluster: str = "default"
     endpoint: str = DEFAULT_ENDPOINT
+    """Where to listen, or ``nats://HOST:PORT`` of a NATS server to watch through."""
     listen: bool = True
     """Be the hub; False: watch a cluster through a hub that runs elsewhere."""
     resync_interval_s: float = RESYNC_INTERVAL_S
@@ -76,14 +76,14 @@ async def run_master(
     Args:
         on_ready: called once workers can connect and no event can be missed any more, with the
             :class:`Master`: ``master.readings(node)`` are the newest readings of a node's devices.
-        engine: in place of a zenoh session at ``config.endpoint``. Started and closed here.
+        engine: in place of the one that ``config.endpoint`` means. Started and closed here.
 
     Raises:
-        BusUnavailable: no zenoh here, or the address is in use. CredentialsRefused: what ``config.tls`` names.
+        BusUnavailable: no library for the bus, or the address is in use. CredentialsRefused: what ``config.tls`` names.
     """
-    engine = engine or ZenohEngine(
+    engine = engine or engine_at(
+        config.endpoint,
         cluster=config.cluster,
-        endpoint=config.endpoint,
         listen=config.listen,
         tls=config.tls,
         insecure=config.insecure,

@@ -106,7 +106,7 @@ async def run_worker(
         engine: in place of the one that ``config.endpoint`` means. Started and closed here.
 
     Raises:
-        NodeNameTaken: the name is in use. BusUnavailable: the library of the bus is missing. ValueError: ``simulate`` is malformed.
+        NodeNameTaken: the name is in use. BusUnavailable: no library for the bus. ValueError: ``simulate`` malformed.
         CredentialsRefused: what ``config.tls`` names is missing, expired or refused by the hub.
     """
     registry = RegistryFile(config.registry_path)

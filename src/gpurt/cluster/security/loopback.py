@@ -15,11 +15,11 @@ from gpurt.cluster.security.errors import InsecureEndpoint
 ENCRYPTED: Final = ("tls", "quic")
 """Protocols with certificates on both sides."""
 
-_HOST: Final = re.compile(r"[^/]+/(\[[^\]]*\]|[^:]*):.*", re.DOTALL)
+_HOST: Final = re.compile(r"(?:nats://|[^/]+/)(\[[^\]]*\]|[^:]*):.*", re.DOTALL)
 
 
 def check_protected(endpoint: str, *, tls: bool, insecure: bool) -> None:
-    """``endpoint`` is one that :func:`~gpurt.cluster.zenoh_settings.check_endpoint` lets through.
+    """``endpoint`` is one that :func:`~gpurt.cluster.endpoints.check_endpoint` lets through.
 
     Args:
         tls: there is a certificate to use with it.
@@ -28,7 +28,8 @@ def check_protected(endpoint: str, *, tls: bool, insecure: bool) -> None:
     Raises:
         InsecureEndpoint: others could reach it unprotected; or with ``tls``, it would not be used.
     """
-    encrypted = endpoint.partition("/")[0] in ENCRYPTED
+    # An address of NATS does not say whether certificates are used with it.
+    encrypted = tls if endpoint.startswith("nats://") else endpoint.partition("/")[0] in ENCRYPTED
     if tls:
         if insecure:
             raise InsecureEndpoint("certificates and insecure exclude each other", hint="choose one")

@@ -1,10 +1,11 @@
-"""The certificates of one zenoh session: its settings, and what is said about it."""
+"""The certificates of one connection to a cluster: its settings, and what is said about it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,7 @@ from gpurt.cluster.security.authority import Role
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.identity import Identity, load_identity
 from gpurt.cluster.security.refusal import refusal
-from gpurt.cluster.security.tls import tls_values
+from gpurt.cluster.security.tls import client_context, tls_values
 from gpurt.cluster.security.watch import watch_links
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 
@@ -24,7 +25,7 @@ _log = logging.getLogger("gpurt.cluster.security")
 
 
 class Protection:
-    """``values``, ``check_refusal`` and ``watch`` block.
+    """``values``, ``client_context``, ``check_refusal`` and ``watch`` block.
 
     Args:
         folder: see :mod:`gpurt.cluster.security.identity`.
@@ -42,15 +43,35 @@ class Protection:
         Raises:
             CredentialsRefused: they are missing, expired, readable by others, or of another cluster or role.
         """
-        identity = load_identity(self._folder)
-        if identity.cluster != self._cluster:
-            raise CredentialsRefused(f"{self._folder} is of cluster {identity.cluster!r}, not of {self._cluster!r}")
+        identity = self._load()
         values = tls_values(identity, listen=self._listen)
         self._identity = identity
         if "zenoh" in os.environ.get("RUST_LOG", ""):
             # The only place where zenoh tells whom it refuses. It writes to stdout, so only for who asks for it.
             zenoh.try_init_log_from_env()
         return values
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a connection to a server that is no hub of zenoh; from the files as they are now.
+
+        Raises:
+            CredentialsRefused: as for ``values``.
+        """
+        identity = self._load()
+        context = client_context(identity)
+        self._identity = identity
+        return context
+
+    @property
+    def name(self) -> str:
+        """In the certificate that was loaded last."""
+        assert self._identity is not None
+        return self._identity.name
+
+    @property
+    def role(self) -> Role:
+        assert self._identity is not None
+        return self._identity.role
 
     def check_refusal(self) -> None:
         """The session could not be opened: end the attempts where a certificate is why.
@@ -97,6 +118,12 @@ class Protection:
         if self._reminder is not None:
             self._reminder.cancel()
             self._reminder = None
+
+    def _load(self) -> Identity:
+        identity = load_identity(self._folder)
+        if identity.cluster != self._cluster:
+            raise CredentialsRefused(f"{self._folder} is of cluster {identity.cluster!r}, not of {self._cluster!r}")
+        return identity
 
     def check_node(self, node: str) -> None:
         """

@@ -1,0 +1,99 @@
+"""Questions to the processes of one node: its state, a command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from gpurt.cluster.bus import MAX_STATE_BYTES
+from gpurt.cluster.envelope import MAX_EVENT_BYTES
+from gpurt.cluster.errors import ClusterError, NoAnswer
+from gpurt.cluster.nats_node import ERROR, PART, PART_BYTES
+from gpurt.cluster.nats_settings import header, load_nats
+
+OTHERS_S: Final = 0.1
+"""How long a second process of the same name may take longer than the first, where nobody has told of one."""
+MAX_PARTS: Final = -(-MAX_STATE_BYTES // PART_BYTES)
+
+_PART = re.compile(r"([0-9a-f]{32}) ([0-9]{1,2}) ([0-9]{1,2})")
+_log = logging.getLogger("gpurt.cluster.nats")
+
+
+class StateQuery:
+    """Everybody's answer to one question.
+
+    Args:
+        expected: how many processes there are, as far as is known; 0: not known.
+    """
+
+    def __init__(self, node: str, expected: Callable[[], int]) -> None:
+        self._node, self._expected = node, expected
+        self._parts: dict[str, dict[int, bytes]] = {}
+        self._whole: dict[str, bytes] = {}
+        self._nobody = False
+        self._news = asyncio.Event()
+
+    async def ask(self, client: Any, subject: str, timeout: float) -> list[bytes]:
+        """Those that are there within ``timeout`` seconds."""
+        inbox = client.new_inbox()
+        subscription = await client.subscribe(inbox, cb=self._take)
+        try:
+            await client.publish(subject, b"", reply=inbox)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._wait(client)
+        finally:
+            if not client.is_closed:
+                await subscription.unsubscribe()
+        return list(self._whole.values())
+
+    async def _wait(self, client: Any) -> None:
+        while not self._nobody and not client.is_closed:
+            expected = self._expected()
+            if expected and len(self._whole) >= expected:
+                return
+            patience = OTHERS_S if self._whole and not expected else None
+            self._news.clear()
+            try:
+                async with asyncio.timeout(patience):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    async def _take(self, message: Any) -> None:
+        self._news.set()
+        if header(message, "Status") == "503":
+            self._nobody = True
+            return
+        part = _PART.fullmatch(header(message, PART))
+        if part is None or not int(part[2]) < int(part[3]) <= MAX_PARTS or len(message.data) > PART_BYTES:
+            _log.warning("ignored: an answer to a question for the state of %s that is none", self._node)
+            return
+        token, number, count = part[1], int(part[2]), int(part[3])
+        parts = self._parts.setdefault(token, {})
+        parts[number] = message.data
+        if all(each in parts for each in range(count)):
+            self._whole[token] = b"".join(parts[each] for each in range(count))
+
+
+async def ask_command(client: Any, node: str, subject: str, payload: bytes, timeout: float) -> bytes:
+    """
+    Raises:
+        NoAnswer: not there, or no reply within ``timeout`` seconds. ClusterError: the node's own error.
+    """
+    nats = load_nats()
+    try:
+        message = await client.request(subject, payload, timeout=timeout)
+    except nats.errors.NoRespondersError as exc:
+        raise NoAnswer(f"node {node} takes no commands here") from exc
+    except TimeoutError as exc:
+        raise NoAnswer(f"node {node} did not answer within {timeout:g} s") from exc
+    if len(message.data) > MAX_EVENT_BYTES:
+        raise ClusterError(f"node {node} answered with {len(message.data)} bytes, over the limit of {MAX_EVENT_BYTES}")
+    if header(message, ERROR):
+        raise ClusterError(f"node {node} answered: {message.data[:1024].decode(errors='replace')}")
+    return bytes(message.data)
