@@ -28,22 +28,42 @@ if TYPE_CHECKING:
         PlacementError,
         PlacementTimeout,
     )
+    from gpurt.placement.estimates import PerformanceEstimate, get_performance_estimate
+    from gpurt.placement.explanation import explain_plan
+    from gpurt.placement.inventory import Inventory, inventory_of
     from gpurt.placement.loading import DeviceLoad, LoadPrediction, predict_load
+    from gpurt.placement.meshes import Communication, DeviceMesh, create_cross_vendor_mesh, create_device_mesh
     from gpurt.placement.plan import Plan, PlanStatus, Stage
+    from gpurt.placement.queries import (
+        CrossVendorCapabilities,
+        DeviceChoice,
+        Policy,
+        choose_device,
+        get_cross_vendor_capabilities,
+        get_optimal_device,
+        get_optimal_device_placement,
+    )
     from gpurt.placement.solver import ConstraintSatisfactionPlacement
     from gpurt.placement.spec import LayerSpec, ModelSpec
     from gpurt.placement.topology import Link, LinkClass, LinkTable, Locality, Topology
     from gpurt.placement.validation import validate_plan
     from gpurt.placement.version import PlanVersion
+    from gpurt.placement.what_if import WhatIf, what_ifs
+    from gpurt.placement.workloads import WorkloadPlacement, WorkloadRequest, optimize_workload_placement
 
 __all__ = [
+    "Communication",
     "ConstraintSatisfactionPlacement",
     "Constraints",
+    "CrossVendorCapabilities",
+    "DeviceChoice",
     "DeviceLoad",
+    "DeviceMesh",
     "DomainLimit",
     "InfeasiblePlacement",
     "InvalidPlacementInput",
     "InvalidPlan",
+    "Inventory",
     "LayerSpec",
     "Link",
     "LinkClass",
@@ -52,6 +72,7 @@ __all__ = [
     "Locality",
     "ModelSpec",
     "ObjectiveKind",
+    "PerformanceEstimate",
     "Pin",
     "PlacementCancelled",
     "PlacementDevice",
@@ -60,18 +81,66 @@ __all__ = [
     "Plan",
     "PlanStatus",
     "PlanVersion",
+    "Policy",
     "ResidentRange",
     "Stage",
     "StageLayers",
     "Topology",
+    "WhatIf",
     "Workload",
+    "WorkloadPlacement",
+    "WorkloadRequest",
+    "choose_device",
+    "create_cross_vendor_mesh",
+    "create_device_mesh",
     "device_from_gpu",
     "devices_from_view",
+    "explain_plan",
+    "get_cross_vendor_capabilities",
+    "get_optimal_device",
+    "get_optimal_device_placement",
+    "get_performance_estimate",
+    "inventory_of",
+    "optimize_workload_placement",
     "predict_load",
     "validate_plan",
+    "what_ifs",
 ]
 
 _HOMES = {
+    "estimates": (
+        "PerformanceEstimate",
+        "get_performance_estimate",
+    ),
+    "explanation": ("explain_plan",),
+    "inventory": (
+        "Inventory",
+        "inventory_of",
+    ),
+    "meshes": (
+        "Communication",
+        "DeviceMesh",
+        "create_cross_vendor_mesh",
+        "create_device_mesh",
+    ),
+    "queries": (
+        "CrossVendorCapabilities",
+        "DeviceChoice",
+        "Policy",
+        "choose_device",
+        "get_cross_vendor_capabilities",
+        "get_optimal_device",
+        "get_optimal_device_placement",
+    ),
+    "what_if": (
+        "WhatIf",
+        "what_ifs",
+    ),
+    "workloads": (
+        "WorkloadPlacement",
+        "WorkloadRequest",
+        "optimize_workload_placement",
+    ),
     "constraints": ("Constraints", "DomainLimit", "ObjectiveKind", "Pin", "StageLayers", "Workload"),
     "devices": ("PlacementDevice", "ResidentRange", "device_from_gpu", "devices_from_view"),
     "errors": (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import Field
 
-from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, device_from_gpu
+from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, devices_from_view
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.topology import Link, Topology
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
@@ -50,16 +50,13 @@ def inventory_of(
         reserve: share of the usable memory that is left free.
     """
     reasons = {place: (away or {}).get(place) or _unusable(device) for place, device in devices.items()}
-    built = {
-        place: device_from_gpu(device, node=place[0], key=place[1], reserve=reserve)
-        for place, device in devices.items()
-    }
-    kept = [built[place] for place, reason in reasons.items() if reason is None]
+    usable = {place: device for place, device in devices.items() if reasons[place] is None}
+    kept = devices_from_view(usable, reserve=reserve)
     return Inventory(
-        devices=tuple(kept),
+        devices=kept,
         topology=Topology(links=tuple(_measured(links, kept))),
-        left_out={built[place].id: reason for place, reason in reasons.items() if reason is not None},
-        simulated=frozenset(built[place].id for place, device in devices.items() if device.simulated),
+        left_out={f"{node}/{key}": why for (node, key), why in reasons.items() if why is not None},
+        simulated=frozenset(f"{node}/{key}" for (node, key), device in devices.items() if device.simulated),
     )
 
 
