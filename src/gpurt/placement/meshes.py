@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput
+from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.queries import PROCESSORS
 from gpurt.placement.topology import Topology
 from gpurt.placement.words import counted, size_words
@@ -140,8 +140,8 @@ def create_device_mesh(
     solver's question; a grid has equal stages.
 
     Raises:
-        InvalidPlacementInput: an axis has no device, or a device is there twice.
-        InfeasiblePlacement: there are not that many such groups, or no way between stages.
+        InvalidPlacementInput: an axis has no device, a device is there twice, there are not that many such groups, or
+            there is no way between stages.
     """
     for axis, size in (("data", data), ("pipeline", pipeline), ("tensor", tensor)):
         if size < 1:
@@ -150,10 +150,10 @@ def create_device_mesh(
     seconds = _slower((topology or Topology()).dense(found).seconds(PAYLOAD))
     groups = _tensor_groups(found, seconds, tensor)
     if len(groups) < data * pipeline:
-        raise InfeasiblePlacement(
+        raise InvalidPlacementInput(
             f"{data * pipeline} groups of {counted(tensor, 'device')} of one node and backend are needed, there are "
             f"{len(groups)}",
-            constraint="devices",
+            field="devices",
         )
     groups.sort(key=lambda group: (-min(found[index].compute_flops for index in group), group))
     left = groups[: data * pipeline]
@@ -165,7 +165,7 @@ def create_device_mesh(
             ways = [float(seconds[np.ix_(here, group)].max()) for group in left]
             nearest = int(np.argmin(ways))
             if not np.isfinite(ways[nearest]):
-                raise InfeasiblePlacement(f"there is no way on from {found[here[0]].id}", constraint="link")
+                raise InvalidPlacementInput(f"there is no way on from {found[here[0]].id}", field="topology")
             here = left.pop(nearest)
             order += here
     axes, shape = ("data", "pipeline", "tensor"), (data, pipeline, tensor)
