@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpurt.placement.changes import apply_relaxation, one_step_less
     from gpurt.placement.constraints import Constraints, DomainLimit, ObjectiveKind, Pin, StageLayers, Workload
     from gpurt.placement.devices import PlacementDevice, ResidentRange, device_from_gpu, devices_from_view
     from gpurt.placement.errors import (
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
     )
     from gpurt.placement.estimates import PerformanceEstimate, get_performance_estimate
     from gpurt.placement.explanation import explain_plan
+    from gpurt.placement.infeasibility import (
+        ConstraintKind,
+        DeviceRoom,
+        FilteredDevice,
+        FilterReason,
+        InfeasibilityReport,
+        Relaxation,
+        RelaxationKind,
+    )
     from gpurt.placement.inventory import Inventory, inventory_of
     from gpurt.placement.loading import DeviceLoad, LoadPrediction, predict_load
     from gpurt.placement.meshes import Communication, DeviceMesh, create_cross_vendor_mesh, create_device_mesh
@@ -53,13 +63,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Communication",
+    "ConstraintKind",
     "ConstraintSatisfactionPlacement",
     "Constraints",
     "CrossVendorCapabilities",
     "DeviceChoice",
     "DeviceLoad",
     "DeviceMesh",
+    "DeviceRoom",
     "DomainLimit",
+    "FilterReason",
+    "FilteredDevice",
+    "InfeasibilityReport",
     "InfeasiblePlacement",
     "InvalidPlacementInput",
     "InvalidPlan",
@@ -82,6 +97,8 @@ __all__ = [
     "PlanStatus",
     "PlanVersion",
     "Policy",
+    "Relaxation",
+    "RelaxationKind",
     "ResidentRange",
     "Stage",
     "StageLayers",
@@ -90,6 +107,7 @@ __all__ = [
     "Workload",
     "WorkloadPlacement",
     "WorkloadRequest",
+    "apply_relaxation",
     "choose_device",
     "create_cross_vendor_mesh",
     "create_device_mesh",
@@ -101,6 +119,7 @@ __all__ = [
     "get_optimal_device_placement",
     "get_performance_estimate",
     "inventory_of",
+    "one_step_less",
     "optimize_workload_placement",
     "predict_load",
     "validate_plan",
@@ -108,6 +127,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "changes": ("apply_relaxation", "one_step_less"),
+    "infeasibility": (
+        "ConstraintKind",
+        "DeviceRoom",
+        "FilterReason",
+        "FilteredDevice",
+        "InfeasibilityReport",
+        "Relaxation",
+        "RelaxationKind",
+    ),
     "estimates": (
         "PerformanceEstimate",
         "get_performance_estimate",

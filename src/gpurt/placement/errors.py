@@ -13,9 +13,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpurt.errors import GPUError
+
+if TYPE_CHECKING:
+    from gpurt.placement.infeasibility import InfeasibilityReport
 
 
 class PlacementError(GPUError):
@@ -43,13 +46,16 @@ class InfeasiblePlacement(PlacementError):
     """No plan keeps every constraint, and that is certain.
 
     Attributes:
-        constraint: which kind of constraint cannot be kept (``"memory"``, ``"layers"``, ``"backend"``, …).
-        report: the explanation with its figures, where one was made.
+        constraint: which kind of constraint cannot be kept (``"memory"``, ``"layers"``, ``"max_stages"``, …).
+        report: the figures, what is left out and why, and the smallest changes with which there is a plan; the solver
+            always makes one.
     """
 
     _extra = ("constraint", "report")
 
-    def __init__(self, message: str, *, constraint: str, report: Any = None, **context: Any) -> None:
+    def __init__(
+        self, message: str, *, constraint: str, report: InfeasibilityReport | None = None, **context: Any
+    ) -> None:
         super().__init__(message, **context)
         self.constraint = constraint
         self.report = report

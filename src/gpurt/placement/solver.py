@@ -16,8 +16,10 @@ from gpurt.placement.bottleneck import least_bottleneck, least_sum
 from gpurt.placement.building import build_instance
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
+from gpurt.placement.diagnosis import counted_out, refusal
 from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
-from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementCancelled, PlacementTimeout
+from gpurt.placement.errors import InvalidPlacementInput, PlacementCancelled, PlacementTimeout
+from gpurt.placement.feasibility import Problem
 from gpurt.placement.inputs import check_inputs
 from gpurt.placement.instance import Instance
 from gpurt.placement.plan import Plan
@@ -68,6 +70,9 @@ class ConstraintSatisfactionPlacement:
         check_inputs(model, devices, topology, constraints)
         # The order in which devices are given must not decide between equal plans.
         devices = sorted(devices, key=lambda device: device.id)
+        problem = Problem(model, tuple(devices), topology, constraints)
+        if counted_out(problem):
+            raise refusal(problem, seconds=_reporting(clock), cancelled=cancelled)
         best: tuple[Instance, Found] | None = None
         bound = np.inf
         parts = _parts(model, devices, constraints)
@@ -86,7 +91,7 @@ class ConstraintSatisfactionPlacement:
             if cancelled():
                 raise PlacementCancelled("cancelled before there was a plan")
             if np.isinf(bound):
-                raise InfeasiblePlacement("no plan keeps every constraint", constraint="unknown", hint=None)
+                raise refusal(problem, seconds=_reporting(clock), cancelled=cancelled)
             raise PlacementTimeout(f"no plan and no proof that there is none in {time_budget:g} s")
         instance, found = best
         assert found.steps is not None
@@ -147,6 +152,11 @@ class ConstraintSatisfactionPlacement:
             return await asyncio.wrap_future(result)
         finally:
             stop.set()
+
+
+def _reporting(clock: Clock) -> float:
+    """Seconds for searches behind the report on what cannot be done."""
+    return min(2.0, max(0.1, clock.left))
 
 
 def _objective(objective: ObjectiveKind | str) -> ObjectiveKind:

@@ -1,0 +1,225 @@
+"""Whether there is any plan: counted where counting decides, laid out where that succeeds, searched for at last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpurt.placement.building import build_instance
+from gpurt.placement.constraints import Constraints
+from gpurt.placement.counting import Bound, Rules, count_layers
+from gpurt.placement.devices import PlacementDevice
+from gpurt.placement.engine import Clock, Engine
+from gpurt.placement.field import Field, integers
+from gpurt.placement.grouping import filter_devices
+from gpurt.placement.holding import Holding, bytes_suffice, room_for_every_kind
+from gpurt.placement.instance import Ints
+from gpurt.placement.layer_bytes import LayerBytes
+from gpurt.placement.laying import Layer
+from gpurt.placement.reaching import Together, always_connected, together
+from gpurt.placement.spec import ModelSpec
+from gpurt.placement.topology import Topology
+
+_FEW: Final = 64
+"""Devices up to which all of them are searched; of more, the most promising ones."""
+_SEARCHED: Final = 40
+
+
+class Problem(NamedTuple):
+    """What a plan is asked for."""
+
+    model: ModelSpec
+    devices: tuple[PlacementDevice, ...]
+    topology: Topology
+    constraints: Constraints
+
+
+class Feasibility:
+    """Answers for many variations of a problem; what they have in common is worked out once.
+
+    ``deadline``: on :func:`time.monotonic`; past it nothing is searched any more. ``search``: seconds of one search,
+    0: counting only.
+    """
+
+    def __init__(self, deadline: float, *, search: float = 0.5, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self.deadline, self.search, self.cancelled = deadline, search, cancelled
+        self._fields: dict[int, tuple[Sequence[PlacementDevice], Field]] = {}
+        self._layers: dict[tuple[object, ...], tuple[ModelSpec, LayerBytes]] = {}
+        self._kept: dict[tuple[object, ...], tuple[object, NDArray[np.intp]]] = {}
+        self._parts: dict[tuple[object, ...], tuple[object, list[Together]]] = {}
+
+    def over(self) -> bool:
+        return self.cancelled() or monotonic() >= self.deadline
+
+    def impossible(self, problem: Problem) -> bool:
+        """Counting proves that there is no plan."""
+        return self._counted(problem, 0, lay=False)[0] is False
+
+    def ask(self, problem: Problem, *, more_bytes: int | Ints = 0, search: bool = True) -> bool | None:
+        """Whether there is a plan; None: not known. ``more_bytes`` on every device, or on each."""
+        counted, wider = self._counted(problem, more_bytes)
+        if counted is not None or not wider or not search or not self.search or self.over():
+            return counted
+        return self._searched(problem, more_bytes)
+
+    def bound(self, problem: Problem) -> Bound:
+        """Layers that the devices hold, every link taken as there."""
+        field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
+        return count_layers(field, layers, rules, self.kept(problem), field.raw)
+
+    def field(self, devices: Sequence[PlacementDevice]) -> Field:
+        key = id(devices)
+        if key not in self._fields:
+            self._fields[key] = devices, Field(devices)
+        return self._fields[key][1]
+
+    def with_devices(self, problem: Problem, like: PlacementDevice, count: int) -> Problem:
+        """With so many more devices that take part, each on a node of its own in the zone of ``like``."""
+        wider = problem._replace(devices=with_devices(problem.devices, like, count))
+        self._fields[id(wider.devices)] = wider.devices, self.field(problem.devices).plus(wider.devices)
+        kept = np.concatenate([self.kept(problem), np.arange(len(problem.devices), len(wider.devices))])
+        self._kept[self._kept_key(wider)] = (wider.model, wider.devices), kept.astype(np.intp)
+        return wider
+
+    def layers(self, problem: Problem) -> LayerBytes:
+        model, rules = problem.model, problem.constraints
+        placed = bool(rules.pins) or rules.movement_seconds_per_byte > 0
+        key = id(model), rules.workload, placed
+        if key not in self._layers:
+            self._layers[key] = model, LayerBytes(model, rules.workload, placed=placed)
+        return self._layers[key][1]
+
+    def rules(self, problem: Problem) -> Rules:
+        return Rules(problem.model, problem.constraints, self.field(problem.devices))
+
+    def kept(self, problem: Problem) -> NDArray[np.intp]:
+        """Devices that some layer may be on, memory left out of account."""
+        model, devices, rules = problem.model, problem.devices, problem.constraints
+        key = self._kept_key(problem)
+        if key not in self._kept:
+            _, removed = filter_devices(model, devices, rules)
+            gone = {name for name, rule in removed if rule != "memory"}
+            index = [place for place, device in enumerate(devices) if device.id not in gone]
+            self._kept[key] = (model, devices), np.array(index, dtype=np.intp)
+        return self._kept[key][1]
+
+    @staticmethod
+    def _kept_key(problem: Problem) -> tuple[object, ...]:
+        rules = problem.constraints
+        return id(problem.model), id(problem.devices), rules.exclude_devices, rules.exclude_nodes
+
+    def parts(self, problem: Problem) -> list[Together]:
+        """Sets of kept devices that reach each other."""
+        model, devices, topology, rules = problem
+        kept = self.kept(problem)
+        if always_connected(topology, rules):
+            return [Together(kept, direct=True)] if len(kept) else []
+        groups = max(self.rules(problem).sizes) > 1
+        key = id(topology), id(devices), kept.tobytes(), rules.max_link_seconds, rules.workload.batch, groups
+        if key not in self._parts:
+            field = self.field(devices)
+            chosen = [devices[index] for index in integers(kept)]
+            inside = topology.within(chosen) if len(chosen) < len(devices) else topology
+            found = together(model, chosen, inside, rules, field.cell[kept], groups=groups)
+            self._parts[key] = (topology, devices), [Together(kept[part.members], part.direct) for part in found]
+        return self._parts[key][1]
+
+    def _counted(self, problem: Problem, more_bytes: int | Ints, *, lay: bool = True) -> tuple[bool | None, bool]:
+        """The verdict of counting, and whether a search may know more."""
+        field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
+        budgets = field.raw + more_bytes
+        kept = self.kept(problem)
+        if self._short(field, layers, rules, kept, budgets):
+            return False, False
+        holding: Holding | None = None
+        unknown = False
+        for part in self.parts(problem):
+            for chosen in self._by_backend(problem, field, part.members):
+                bound = count_layers(field, layers, rules, chosen, budgets)
+                if bound.high < layers.count or not bytes_suffice(layers, rules, chosen, budgets):
+                    continue
+                holding = holding or Holding(problem.model, problem.constraints, problem.devices)
+                here = bool(holding.holds[chosen].all() and holding.takes[chosen].all())
+                if here and layers.uniform and part.direct and bound.low >= layers.count:
+                    return True, False
+                if not here and not room_for_every_kind(field, layers, rules, holding, chosen, budgets):
+                    continue
+                unknown = True
+                if lay and part.direct and Layer(field, layers, rules, holding, chosen, budgets).possible():
+                    return True, False
+        return (None, True) if unknown else (False, False)
+
+    def _short(self, field: Field, layers: LayerBytes, rules: Rules, kept: NDArray[np.intp], budgets: Ints) -> bool:
+        """Already all devices together, whatever reaches what, do not do."""
+        return count_layers(field, layers, rules, kept, budgets).high < layers.count
+
+    @staticmethod
+    def _by_backend(problem: Problem, field: Field, members: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+        if not problem.constraints.same_backend:
+            return [members]
+        names: dict[str, list[int]] = {}
+        for index in integers(members):
+            names.setdefault(field.devices[index].backend, []).append(index)
+        return [np.array(found, dtype=np.intp) for found in names.values()]
+
+    def _searched(self, problem: Problem, more_bytes: int | Ints) -> bool | None:
+        model, devices, topology, rules = problem
+        field = self.field(devices)
+        budgets = field.raw + more_bytes
+        complete = True
+        for part in self.parts(problem):
+            for chosen in self._by_backend(problem, field, part.members):
+                index = chosen
+                if len(chosen) > _FEW:
+                    complete, index = False, self._promising(problem, chosen, budgets)
+                more = np.broadcast_to(np.asarray(more_bytes, dtype=np.int64), len(devices))
+                picked = [with_bytes(devices[place], int(more[place])) for place in integers(index)]
+                if not picked or not self._names_there(rules, picked):
+                    continue
+                instance = build_instance(model, picked, topology.within(picked), rules)
+                clock = Clock(max(0.01, min(self.search, self.deadline - monotonic())), self.cancelled)
+                found = Engine(instance, clock, seed=0, target_gap=np.inf).run()
+                if found.steps is not None:
+                    return True
+                complete &= bool(np.isinf(found.bound)) and instance.complete
+                if self.over():
+                    return None
+        return False if complete else None
+
+    @staticmethod
+    def _names_there(rules: Constraints, picked: Sequence[PlacementDevice]) -> bool:
+        names, nodes = {device.id for device in picked}, {device.node for device in picked}
+        return rules.require_devices <= names and rules.require_nodes <= nodes
+
+    def _promising(self, problem: Problem, chosen: NDArray[np.intp], budgets: Ints) -> NDArray[np.intp]:
+        """The devices that rules name and the largest others."""
+        rules, field = problem.constraints, self.field(problem.devices)
+        names = rules.require_devices | {entry.device for entry in rules.stage_layers}
+        nodes = set(rules.require_nodes)
+        for pin in rules.pins:
+            names |= pin.devices
+            nodes |= pin.nodes
+        named = np.array([device.id in names or device.node in nodes for device in field.devices])[chosen]
+        order = np.lexsort((chosen, -budgets[chosen], ~named))
+        return np.sort(chosen[order[: max(_SEARCHED, int(named.sum()))]])
+
+
+def with_bytes(device: PlacementDevice, more: int) -> PlacementDevice:
+    return device.model_copy(update={"usable_bytes": device.usable_bytes + more}) if more else device
+
+
+def with_devices(devices: Sequence[PlacementDevice], like: PlacementDevice, count: int) -> tuple[PlacementDevice, ...]:
+    """With so many more, each on a node of its own in the zone of ``like``."""
+    taken = {device.id for device in devices} | {device.node for device in devices}
+    new: list[PlacementDevice] = []
+    number = 0
+    while len(new) < count:
+        number += 1
+        name = f"new-{number}"
+        if name not in taken:
+            new.append(like.model_copy(update={"id": name, "node": name, "memory_pool_id": None, "resident": ()}))
+    return (*devices, *new)

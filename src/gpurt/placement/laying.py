@@ -1,0 +1,164 @@
+"""Layers laid down from the first to the last, stage by stage, wherever there is room: a plan, or nothing said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpurt.placement.counting import Rules
+from gpurt.placement.field import Field, integers
+from gpurt.placement.holding import Holding
+from gpurt.placement.instance import Bools, Ints
+from gpurt.placement.layer_bytes import LayerBytes
+
+Order = Literal["largest", "smallest", "scarcest"]
+_ORDERS: Final[tuple[Order, ...]] = ("scarcest", "largest", "smallest")
+
+
+@dataclass(slots=True)
+class _Units:
+    """``members[u, i]``: devices of each unit."""
+
+    share: int
+    members: NDArray[np.intp]
+    budget: Ints
+    run: Ints
+    """``[u, s]``: layers from ``s`` on that it may hold."""
+    takes: Bools
+    total: Ints
+    """Layers that it may hold in all."""
+
+
+class Layer:
+    """Lays layers on the chosen devices, any of which reaches any other. Rules of numbers are kept."""
+
+    def __init__(
+        self,
+        field: Field,
+        layers: LayerBytes,
+        rules: Rules,
+        holding: Holding,
+        chosen: NDArray[np.intp],
+        budgets: Ints,
+    ) -> None:
+        self.field, self.layers, self.rules, self.holding = field, layers, rules, holding
+        self.chosen, self.budgets = chosen, budgets
+        self.weights, self.kv = (np.concatenate([[0], np.cumsum(table)]) for table in (layers.weights, layers.kv))
+
+    def possible(self) -> bool:
+        """True: there is a plan. False says nothing."""
+        for share in sorted(self.rules.sizes):
+            units = self._units(share)
+            if any(self._lay(units, order) for order in _ORDERS if len(units.members)):
+                return True
+        return False
+
+    def _units(self, share: int) -> _Units:
+        members = self.chosen[:, None]
+        if share > 1:
+            found: list[NDArray[np.intp]] = []
+            order = self.chosen[np.lexsort((self.chosen, -self.budgets[self.chosen], self.field.cell[self.chosen]))]
+            for cell in np.unique(self.field.cell[order]):
+                inside = order[self.field.cell[order] == cell]
+                inside = self._one_of_each_memory(inside)
+                found += [inside[at : at + share] for at in range(0, len(inside) - share + 1, share)]
+            members = np.array(found, dtype=np.intp).reshape(-1, share)
+        holds = np.asarray(self.holding.holds[members].all(axis=1), dtype=np.bool_)
+        count = self.layers.count
+        run = np.zeros((len(members), count + 1), dtype=np.int64)
+        for start in range(count - 1, -1, -1):
+            run[:, start] = np.where(holds[:, start], run[:, start + 1] + 1, 0)
+        return _Units(
+            share,
+            members,
+            self.budgets[members].min(axis=1) if len(members) else np.zeros(0, dtype=np.int64),
+            run,
+            np.asarray(self.holding.takes[members].all(axis=1), dtype=np.bool_),
+            holds.sum(axis=1),
+        )
+
+    def _one_of_each_memory(self, devices: NDArray[np.intp]) -> NDArray[np.intp]:
+        drop = [index for pool in self.field.pools for index in [each for each in devices if each in pool][1:]]
+        return devices[~np.isin(devices, drop)]
+
+    def _fit(self, units: _Units, start: int, extra: int) -> Ints:
+        """Most layers of each unit from ``start`` on."""
+        share = units.share
+        rest = slice(start + 1, None)
+        table = (
+            -(-(self.weights[rest] - self.weights[start] + extra) // share)
+            + -(-(self.kv[rest] - self.kv[start]) // share)
+            + np.maximum.accumulate(self.layers.workspace[start:])
+        )
+        fit = np.searchsorted(table, units.budget, side="right")
+        most = self.rules.most[units.members].min(axis=1)
+        return np.minimum(np.minimum(fit, units.run[:, start]), most)
+
+    def _lay(self, units: _Units, order: Order) -> bool:
+        rules, count = self.rules, self.layers.count
+        least = rules.least[units.members].max(axis=1)
+        free = np.ones(len(units.members), dtype=np.bool_)
+        used: list[int] = []
+        done = 0
+        while done < count:
+            allowed = free & self._allowed(units, used)
+            if done:
+                allowed &= units.takes[:, done]
+            embedding = self.layers.ends[0] if done == 0 else 0
+            fit = self._fit(units, done, embedding)
+            ends = self.layers.both if done == 0 else self.layers.ends[1]
+            finishing = allowed & (self._fit(units, done, ends) >= count - done) & (least <= count - done)
+            if finishing.any() and self._finished(units, [*used, int(np.argmax(finishing))]):
+                return True
+            # A layer is left for the last stage, which has to hold the head.
+            fit = np.minimum(fit, count - done - 1)
+            allowed &= (fit >= least) & (fit > 0)
+            if not allowed.any():
+                return False
+            unit = self._pick(units, np.flatnonzero(allowed), fit, order)
+            used.append(unit)
+            free[unit] = False
+            done += int(fit[unit])
+        return False
+
+    def _pick(self, units: _Units, among: NDArray[np.intp], fit: Ints, order: Order) -> int:
+        wanted = np.isin(units.members[among], self.rules.required).any(axis=1)
+        wanted |= np.isin(self.field.node[units.members[among, 0]], list(self.rules.required_nodes))
+        size = -units.budget[among] if order == "smallest" else units.budget[among]
+        scarce = units.total[among] if order == "scarcest" else np.zeros(len(among), dtype=np.int64)
+        return int(among[np.lexsort((among, -size, -fit[among], scarce, ~wanted))[0]])
+
+    def _allowed(self, units: _Units, used: list[int]) -> Bools:
+        rules, field = self.rules, self.field
+        able = np.ones(len(units.members), dtype=np.bool_)
+        if not used:
+            return able
+        taken = units.members[used]
+        if rules.stages is not None and len(used) >= rules.stages:
+            able[:] = False
+        if rules.nodes is not None:
+            nodes = np.unique(field.node[taken[:, 0]])
+            if len(nodes) >= rules.nodes:
+                able &= np.isin(field.node[units.members[:, 0]], nodes)
+        for numbers, limit in rules.domains:
+            names, times = np.unique(np.concatenate([np.unique(numbers[row]) for row in taken]), return_counts=True)
+            full = names[(times >= limit) & (names >= 0)]
+            able &= ~np.isin(numbers[units.members], full).any(axis=1)
+        for pool in field.pools:
+            if np.isin(taken, pool).any():
+                able &= ~np.isin(units.members, pool).any(axis=1)
+        return able
+
+    def _finished(self, units: _Units, used: list[int]) -> bool:
+        """The rules that ask for at least so much are kept."""
+        rules, taken = self.rules, units.members[used]
+        nodes = set(integers(self.field.node[taken[:, 0]]))
+        return (
+            len(used) >= rules.min_stages
+            and len(nodes) >= rules.min_nodes
+            and set(integers(rules.required)) <= set(taken.ravel().tolist())
+            and rules.required_nodes <= nodes
+        )

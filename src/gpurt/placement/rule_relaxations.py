@@ -1,0 +1,229 @@
+"""Changes of constraints and of links: what to give up, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from gpurt.placement.changes import changed
+from gpurt.placement.constraints import Constraints
+from gpurt.placement.feasibility import Feasibility, Problem
+from gpurt.placement.field import integers
+from gpurt.placement.infeasibility import Relaxation, RelaxationKind
+from gpurt.placement.least import least_steps
+from gpurt.placement.words import counted, listed, time_words
+
+_NUMBERS = (
+    ("max_stages", RelaxationKind.MAX_STAGES, 1),
+    ("max_nodes", RelaxationKind.MAX_NODES, 1),
+    ("min_stages", RelaxationKind.MIN_STAGES, -1),
+    ("min_nodes", RelaxationKind.MIN_NODES, -1),
+)
+
+
+class RuleRelaxations:
+    """``search``: what counting leaves open is searched."""
+
+    def __init__(self, problem: Problem, feasibility: Feasibility, *, search: bool) -> None:
+        self.problem, self.feasibility, self.search = problem, feasibility, search
+
+    def all(self) -> Iterator[Callable[[], Relaxation | None]]:
+        """Each finds one relaxation, or none."""
+        rules = self.problem.constraints
+        for name, kind, sign in _NUMBERS:
+            if getattr(rules, name) is not None:
+                yield lambda name=name, kind=kind, sign=sign: self._number(name, kind, sign)
+        for index in range(len(rules.domain_limits)):
+            yield lambda index=index: self._domain(index)
+        for index in range(len(rules.pins)):
+            yield lambda index=index: self._drop_pin(index)
+            yield lambda index=index: self._widen_pin(index)
+        for names in self._required(rules):
+            yield lambda names=names: self._one(RelaxationKind.REQUIRE, names, f"without requiring {listed(names)}")
+        for name in sorted({entry.device for entry in rules.stage_layers}):
+            yield lambda name=name: self._one(RelaxationKind.STAGE_LAYERS, (name,), f"any number of layers on {name}")
+        if rules.same_backend:
+            yield lambda: self._one(RelaxationKind.SAME_BACKEND, (), "stages on different backends")
+        if rules.tensor_parallel_max is not None:
+            yield self._tensor_parallel
+        if rules.exclude_devices or rules.exclude_nodes:
+            yield self._include
+        if len(self.feasibility.parts(self._any_speed())) > 1:
+            yield self._connect
+        if rules.max_link_seconds is not None:
+            yield self._link_seconds
+
+    def _least(self, build: Callable[[int], Relaxation], most: int, *, guess: int = 1) -> Relaxation | None:
+        """``build(steps)``; the one with fewest steps that does."""
+        least = least_steps(
+            self.feasibility,
+            lambda steps, search: self.feasibility.ask(changed(build(steps), self.problem), search=search),
+            most,
+            search=self.search,
+            guess=guess,
+        )
+        if least is None:
+            return None
+        less = build(least.steps - 1).amount if least.steps > 1 else None
+        return build(least.steps).model_copy(update={"less": less, "minimal": least.minimal})
+
+    def _one(
+        self, kind: RelaxationKind, names: Sequence[str], change: str, index: int | None = None
+    ) -> Relaxation | None:
+        """A change that there is only as a whole."""
+        return self._least(
+            lambda steps: Relaxation(kind=kind, change=change, names=tuple(names), index=index, minimal=True), 1
+        )
+
+    def _number(self, name: str, kind: RelaxationKind, sign: int) -> Relaxation | None:
+        before = int(getattr(self.problem.constraints, name))
+        top = self.problem.model.layer_count if sign > 0 else 1
+        return self._least(
+            lambda steps: Relaxation(
+                kind=kind,
+                change=f"{name} {before + sign * steps} instead of {before}",
+                amount=before + sign * steps,
+                before=before,
+                step=1,
+                minimal=True,
+            ),
+            abs(top - before) if (top - before) * sign > 0 else 0,
+        )
+
+    def _domain(self, index: int) -> Relaxation | None:
+        limit = self.problem.constraints.domain_limits[index]
+        return self._least(
+            lambda steps: Relaxation(
+                kind=RelaxationKind.DOMAIN_LIMIT,
+                change=f"{counted(limit.stages + steps, 'stage')} per {limit.domain} instead of {limit.stages}",
+                amount=limit.stages + steps,
+                before=limit.stages,
+                step=1,
+                index=index,
+                minimal=True,
+            ),
+            max(0, self.problem.model.layer_count - limit.stages),
+        )
+
+    def _drop_pin(self, index: int) -> Relaxation | None:
+        pin = self.problem.constraints.pins[index]
+        return self._one(
+            RelaxationKind.DROP_PIN,
+            (),
+            f"without the pin of layers {pin.start} to {pin.end} to {listed(sorted(pin.devices | pin.nodes))}",
+            index,
+        )
+
+    def _widen_pin(self, index: int) -> Relaxation | None:
+        """The largest other devices, as few as will do."""
+        problem, feasibility = self.problem, self.feasibility
+        pin = problem.constraints.pins[index]
+        field = feasibility.field(problem.devices)
+        kept = feasibility.kept(problem)
+        order = integers(kept[np.argsort(-field.raw[kept], kind="stable")])
+        others = [
+            device.id
+            for device in (problem.devices[place] for place in order)
+            if device.id not in pin.devices and device.node not in pin.nodes
+        ][: pin.end - pin.start]
+        return self._least(
+            lambda steps: Relaxation(
+                kind=RelaxationKind.WIDEN_PIN,
+                change=f"layers {pin.start} to {pin.end} also on {listed(others[:steps])}",
+                amount=steps,
+                before=0,
+                step=1,
+                names=tuple(others[:steps]),
+                index=index,
+                minimal=True,
+            ),
+            len(others),
+        )
+
+    @staticmethod
+    def _required(rules: Constraints) -> list[tuple[str, ...]]:
+        names = sorted(rules.require_devices | rules.require_nodes)
+        return [(name,) for name in names[:8]] + ([tuple(names)] if len(names) > 1 else [])
+
+    def _tensor_parallel(self) -> Relaxation | None:
+        before = self.problem.constraints.tensor_parallel_max
+        sizes = [size for size in self.problem.model.tensor_parallel if before is not None and size > before]
+        return self._least(
+            lambda steps: Relaxation(
+                kind=RelaxationKind.TENSOR_PARALLEL_MAX,
+                change=f"tensor-parallel groups of {sizes[steps - 1]} devices instead of {before}",
+                amount=sizes[steps - 1],
+                before=before,
+                minimal=True,
+            ),
+            len(sizes),
+        )
+
+    def _include(self) -> Relaxation | None:
+        """The largest of what is excluded, as few as will do."""
+        rules, devices = self.problem.constraints, self.problem.devices
+        room: dict[str, int] = dict.fromkeys(rules.exclude_devices | rules.exclude_nodes, 0)
+        for device in devices:
+            for name in {device.id, device.node} & room.keys():
+                room[name] += device.budget_bytes
+        names = sorted(room, key=lambda name: (-room[name], name))
+        return self._least(
+            lambda steps: Relaxation(
+                kind=RelaxationKind.INCLUDE,
+                change=f"{listed(names[:steps])} no longer excluded",
+                amount=steps,
+                before=0,
+                step=1,
+                names=tuple(names[:steps]),
+                minimal=True,
+            ),
+            len(names),
+        )
+
+    def _any_speed(self) -> Problem:
+        rules = self.problem.constraints.model_copy(update={"max_link_seconds": None})
+        return self.problem._replace(constraints=rules)
+
+    def _connect(self) -> Relaxation | None:
+        """The sets of devices with most room, as few as will do."""
+        problem, feasibility = self._any_speed(), self.feasibility
+        field = feasibility.field(problem.devices)
+        layers = feasibility.layers(problem)
+        fit = layers.fit(field.raw)
+        parts = sorted(feasibility.parts(problem), key=lambda part: -int(fit[part.members].sum()))
+        names = [problem.devices[int(part.members[field.raw[part.members].argmax()])].id for part in parts[:64]]
+        return self._least(
+            lambda steps: Relaxation(
+                kind=RelaxationKind.CONNECT,
+                change=f"ways between {listed(names[: steps + 1])} and the devices that each of them reaches",
+                amount=steps + 1,
+                before=1,
+                step=1,
+                names=tuple(names[: steps + 1]),
+                minimal=True,
+            ),
+            len(names) - 1,
+        )
+
+    def _link_seconds(self) -> Relaxation | None:
+        problem, feasibility = self.problem, self.feasibility
+        before = problem.constraints.max_link_seconds
+        assert before is not None
+        kept = feasibility.kept(problem)
+        chosen = [problem.devices[index] for index in integers(kept)]
+        links = problem.topology.within(chosen).dense(chosen)
+        batch = problem.constraints.workload.batch
+        payloads = {layer.activation_bytes_per_token * batch for layer in problem.model.layers[:-1]} or {0}
+        seconds = np.unique(np.concatenate([links.seconds(payload).ravel() for payload in payloads]))
+        values = seconds[np.isfinite(seconds) & (seconds > before)]
+        return self._least(
+            lambda steps: Relaxation(
+                kind=RelaxationKind.MAX_LINK_SECONDS,
+                change=f"{time_words(float(values[steps - 1]))} for a hand-over instead of {time_words(before)}",
+                amount=float(values[steps - 1]),
+                before=before,
+                minimal=True,
+            ),
+            len(values),
+        )
