@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpurt.integrations.exo.backends import backends
+    from gpurt.integrations.exo.engines import backends
     from gpurt.integrations.exo.environment import env_for
     from gpurt.integrations.exo.forwarding import forward_backends, forward_devices, forward_memory
     from gpurt.integrations.exo.memory import placement_memory
@@ -38,7 +38,7 @@ __all__ = [
 _HOMES = {
     "NodeDevice": "records",
     "NodeDevices": "records",
-    "backends": "backends",
+    "backends": "engines",
     "device_states": "states",
     "env_for": "environment",
     "forward_backends": "forwarding",

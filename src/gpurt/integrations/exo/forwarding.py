@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.errors import GPUError
-from gpurt.integrations.exo.backends import backends
+from gpurt.integrations.exo.engines import backends
 from gpurt.integrations.exo.figures import DeviceFigures, changed
 from gpurt.integrations.exo.memory import placement_memory
 from gpurt.integrations.exo.states import device_states

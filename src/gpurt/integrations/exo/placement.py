@@ -23,7 +23,7 @@ from gpurt.integrations.exo.inputs import (
     Sharding,
 )
 from gpurt.integrations.exo.refusals import names_of, no_room, no_time, refused, room
-from gpurt.integrations.exo.rings import DEFAULT_BUDGET, PATIENCE, Ring, cliques, preference, smallest_ring
+from gpurt.integrations.exo.rings import DEFAULT_BUDGET, PATIENCE, Ring, cliques, exchanged, preference, smallest_ring
 from gpurt.integrations.exo.speeds import equally_fast, timed
 from gpurt.integrations.exo.split import split_ring
 from gpurt.placement.errors import PlacementTimeout
@@ -145,7 +145,7 @@ def _pipeline_ring(request: ExoRequest, nodes: Sequence[ExoNode], counts: Sequen
                 counts=group,
                 budget=budget,
             )
-            shards = None if ring is None else _shards(model, attempt, ring, mirrored=copies > 1)
+            shards = None if ring is None else _shards(request, attempt, ring, mirrored=copies > 1)
             if shards is not None:
                 return ExoPlacement(shards, request.sharding, request.engine)
     raise no_room(request, nodes)
@@ -220,12 +220,15 @@ def _by_copies(model: ExoModel, counts: Sequence[int]) -> list[tuple[list[int], 
     return [([count], 2 if count % 2 == 0 else 1) for count in counts]
 
 
-def _shards(model: ExoModel, nodes: Sequence[ExoNode], ring: Ring, *, mirrored: bool) -> tuple[NodeShard, ...] | None:
+def _shards(
+    request: ExoRequest, nodes: Sequence[ExoNode], ring: Ring, *, mirrored: bool
+) -> tuple[NodeShard, ...] | None:
     """The ring's shards; None where a node would have two ranges, or two pipelines do not fit side by side."""
-    members = ring.nodes
+    model, members = request.model, ring.nodes
     if len(set(members)) != len(members):
         return None
-    if mirrored or (equally_fast(nodes) and not any(len(node.devices) > 1 for node in members)):
+    if mirrored or (equally_fast(nodes) and not any(len(node.devices) > 1 for node in nodes)):
+        members = members if mirrored else exchanged(request, members, nodes)
         cut = split_ring(model, [node.largest for node in members])
         if cut is not None:
             return tuple(

@@ -189,6 +189,33 @@ class _Question:
         return Topology.unconnected([*links, *inside])
 
 
+def exchanged(request: ExoRequest, ring: Sequence[ExoNode], nodes: Sequence[ExoNode]) -> tuple[ExoNode, ...]:
+    """A ring with each node exchanged for a preferred one as long as there is any: the search may have ended before it
+    had compared all rings of one size. For pipelines over nodes that are equally fast and are placed on as a whole."""
+    model = request.model
+    members = list(ring)
+    while True:
+        for place, node in enumerate(members):
+            before, after = members[place - 1].id, members[(place + 1) % len(members)].id
+            others = sum(other.layers(model) for other in members) - node.layers(model)
+            better = [
+                other
+                for other in nodes
+                if other not in members
+                and (before, other.id) in request.edges
+                and (other.id, after) in request.edges
+                and other.layers(model)
+                and others + other.layers(model) >= model.layers
+                and preference(request, other) > preference(request, node)
+                and node.id not in request.required
+            ]
+            if better:
+                members[place] = max(better, key=lambda other: preference(request, other))
+                break
+        else:
+            return tuple(members)
+
+
 def cliques(nodes: Sequence[str], edges: frozenset[tuple[str, str]], size: int) -> Iterator[tuple[str, ...]]:
     """Sets of ``size`` nodes each of which reaches each other; earlier nodes first."""
     near = {

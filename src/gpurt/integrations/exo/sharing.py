@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
 from gpurt.discovery.service import GPUDiscoveryService
 
@@ -21,29 +19,36 @@ class SharedDiscovery:
         self._service: GPUDiscoveryService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
-        self._closing: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def use(self) -> AsyncGenerator[GPUDiscoveryService, None]:
-        """The service. Leaving waits for nothing: the service is shut down by a task of its own."""
+    async def acquire(self) -> GPUDiscoveryService:
+        """The service; give it back with :meth:`release`."""
         loop = asyncio.get_running_loop()
         if self._users and self._loop is not loop:
-            async with GPUDiscoveryService() as own:
-                yield own
-            return
-        self._users += 1
+            return GPUDiscoveryService()
         self._loop = loop
+        self._users += 1
+        if self._service is None:
+            self._service = GPUDiscoveryService()
         try:
-            if self._service is None:
-                self._service = GPUDiscoveryService()
-            if self._closing is not None and self._closing.get_loop() is loop:
-                await asyncio.wait({self._closing})
-            yield self._service
-        finally:
+            ending = {task for task in self._closing if task.get_loop() is loop}
+            if ending:
+                await asyncio.wait(ending)
+        except BaseException:
+            self.release(self._service)
+            raise
+        return self._service
+
+    def release(self, service: GPUDiscoveryService) -> None:
+        """On the loop that acquired it. The last one has the service shut down by a task of its own, and waits for
+        nothing: who is cancelled may not, and in a cancelled scope cannot."""
+        if service is self._service:
             self._users -= 1
-            if not self._users and self._service is not None:
-                # Nobody who is cancelled may wait here, and under a cancelled scope nobody can.
-                self._closing = loop.create_task(self._service.shutdown(), name="gpurt-exo-discovery-shutdown")
+            if self._users:
+                return
+        task = asyncio.get_running_loop().create_task(service.shutdown(), name="gpurt-exo-discovery-shutdown")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 shared = SharedDiscovery()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import nullcontext
 from typing import Final
 
 from gpurt.discovery.events import DeviceEvent, EventType
@@ -33,7 +32,8 @@ async def device_states(
         GPUError: an environment variable has a value that is not allowed. BackendClosed: the service was shut down
             during the first look-up.
     """
-    async with nullcontext(service) if service is not None else shared.use() as found:
+    found = await shared.acquire() if service is None else service
+    try:
         # What the registry remembers is fit for showing, not for placing on: the first word is of a look-up.
         await found.discover_all_devices(refresh=False, patient=True)
         subscription = found.subscribe()
@@ -46,9 +46,13 @@ async def device_states(
                         _fold(devices, await anext(subscription))
                     wait = TOGETHER_S
             except TimeoutError:
-                yield tuple(devices.values())
+                pass
             except StopAsyncIteration:
                 return
+            yield tuple(devices.values())
+    finally:
+        if service is None:
+            shared.release(found)
 
 
 def _fold(devices: dict[str, GPUDevice], event: DeviceEvent) -> None:
