@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from gpurt.cluster.committer import PlacementCommitter, latest_version
     from gpurt.cluster.epoch import Epoch
     from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
+    from gpurt.cluster.link_survey import SurveyResult, request_links, survey_links
     from gpurt.cluster.master import Master, MasterConfig, run_master
     from gpurt.cluster.node_assignments import NodeAssignments, ShardLoader
     from gpurt.cluster.observer import ClusterObserver
     from gpurt.cluster.publisher import NodePublisher
     from gpurt.cluster.readings import DeviceReadings
     from gpurt.cluster.state import HostInfo, this_host
+    from gpurt.cluster.topology import pairs_to_measure, topology_from_view
     from gpurt.cluster.view import MasterView
     from gpurt.cluster.worker import WorkerConfig, run_worker
     from gpurt.cluster.zenoh_engine import ZenohEngine
@@ -52,12 +54,17 @@ __all__ = [
     "ReadingsBoard",
     "Refusal",
     "ShardLoader",
+    "SurveyResult",
     "WorkerConfig",
     "ZenohEngine",
     "latest_version",
+    "pairs_to_measure",
+    "request_links",
     "run_master",
     "run_worker",
+    "survey_links",
     "this_host",
+    "topology_from_view",
 ]
 
 _HOMES = {
@@ -68,12 +75,14 @@ _HOMES = {
     "committer": ("PlacementCommitter", "latest_version"),
     "epoch": ("Epoch",),
     "inprocess": ("InProcessBus", "InProcessEngine"),
+    "link_survey": ("SurveyResult", "request_links", "survey_links"),
     "master": ("Master", "MasterConfig", "run_master"),
     "node_assignments": ("NodeAssignments", "ShardLoader"),
     "observer": ("ClusterObserver",),
     "publisher": ("NodePublisher",),
     "readings": ("DeviceReadings",),
     "state": ("HostInfo", "this_host"),
+    "topology": ("pairs_to_measure", "topology_from_view"),
     "view": ("MasterView",),
     "worker": ("WorkerConfig", "run_worker"),
     "zenoh_engine": ("ZenohEngine",),

@@ -23,6 +23,8 @@ class ChangeKind(StrEnum):
     NODE_FORGOTTEN = "node_forgotten"
     NODE_PLACEMENT = "node_placement"
     """What the node holds of models."""
+    NODE_LINKS = "node_links"
+    """What the node has measured of its ways to others."""
     DEVICE_ADDED = "device_added"
     DEVICE_UPDATED = "device_updated"
     DEVICE_HEALTH = "device_health"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -12,7 +12,13 @@ from gpurt.cluster.assignment import Acknowledgement, Assignment
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, EventEngine
 from gpurt.cluster.envelope import check_size, strict_json, summary
 from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.link_protocol import LinkBudget
+from gpurt.cluster.peer_links import PeerLink
+from gpurt.cluster.shards import Name
 from gpurt.placement.version import MAX_NUMBER
+
+MAX_PEERS: Final = 64
+"""Ways that one command has measured."""
 
 
 class Command(BaseModel):
@@ -64,7 +70,36 @@ class Assign(Command):
         return self
 
 
-AnyCommand = Rediscover | Drain | Undrain | Assign
+class PeerAddress(BaseModel):
+    """A node to measure the way to, and where it listens for that."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    node: Name
+    endpoint: Annotated[str, Field(max_length=512)]
+
+
+class MeasureLinks(Command):
+    """Measure the ways to some other nodes, one after the other."""
+
+    command: Literal["measure_links"] = "measure_links"
+    peers: Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_PEERS)]
+    budget: LinkBudget = LinkBudget()
+    """For each of them."""
+
+
+class LinksAnswer(BaseModel):
+    """What came of it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    measured: tuple[PeerLink, ...] = ()
+    """With earlier measurements taken in."""
+    failed: dict[str, str] = Field(default_factory=dict[str, str])
+    """Why the others were not."""
+
+
+AnyCommand = Rediscover | Drain | Undrain | Assign | MeasureLinks
 
 _COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(Annotated[AnyCommand, Field(discriminator="command")])
 

@@ -39,6 +39,8 @@ class EventKind(StrEnum):
     BACKEND_FAILED = "gpurt.backend.failed.v1"
     NODE_PLACEMENT = "gpurt.node.placement.v1"
     """What the node holds of models, and whether it is draining."""
+    NODE_LINKS = "gpurt.node.links.v1"
+    """What the node has measured of its ways to others."""
 
 
 class Envelope(BaseModel):

@@ -21,6 +21,7 @@ from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.errors import ClusterError, MalformedEvent, NodeNameTaken
 from gpurt.cluster.fence import Fence
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.readings import DeviceReadings, encode_readings
 from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import (
@@ -80,6 +81,7 @@ class NodePublisher:
         self._reports: dict[str, BackendReport] = {}
         self._fields = NodeFields()
         self._placement = NodePlacement()
+        self._links = NodeLinks()
         self._joined = False
         self._lock = asyncio.Lock()
 
@@ -103,6 +105,7 @@ class NodePublisher:
             gpu_devices=tuple(self._devices.values()),
             reports=tuple(self._reports.values()),
             placement=self._held(),
+            links=self._links,
             **self._fields.model_dump(),
         )
 
@@ -171,6 +174,19 @@ class NodePublisher:
             self._placement = placement
             if self._joined:
                 await self._send(EventKind.NODE_PLACEMENT, data=self._placement_data())
+
+    async def publish_links(self, links: NodeLinks) -> None:
+        """Tell what is known of the ways to other nodes. Before the node has joined, that is part of its first state.
+
+        Raises:
+            ClusterError: the bus refused.
+        """
+        async with self._lock:
+            if links == self._links:
+                return
+            self._links = links
+            if self._joined:
+                await self._send(EventKind.NODE_LINKS, data={"links": links.model_dump(mode="json")})
 
     async def drain(self, draining: bool = True) -> None:
         """Take part in no new placement, or in placements again; also after the next start of this node.

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import HostInfo, NodeFields
 from gpurt.placement.devices import ResidentRange
@@ -49,6 +50,8 @@ class NodeRecord(NodeFields):
     reports: tuple[BackendReport, ...] = ()
     placement: NodePlacement = NodePlacement()
     """What it holds of models."""
+    links: NodeLinks = NodeLinks()
+    """What it has measured of its ways to others."""
 
     @property
     def offers_devices(self) -> bool:

@@ -14,6 +14,7 @@ from gpurt.cluster.bus import MAX_STATE_BYTES
 from gpurt.cluster.envelope import check_size, strict_json, summary
 from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
 from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.shards import NodePlacement
 from gpurt.types import BackendReport, DeviceKind, GPUDevice
 
@@ -77,6 +78,7 @@ class NodeSnapshot(NodeFields):
     gpu_devices: tuple[GPUDevice, ...] = ()
     reports: tuple[BackendReport, ...] = ()
     placement: NodePlacement = NodePlacement()
+    links: NodeLinks = NodeLinks()
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 

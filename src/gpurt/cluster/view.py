@@ -18,6 +18,7 @@ from gpurt.cluster.changes import BUFFER_CHANGES, Change, ChangeFeed, ChangeKind
 from gpurt.cluster.envelope import Envelope, EventKind, summary
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.news import back, joined, of_device, silent, summary_of, updated
+from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
 from gpurt.cluster.shards import NodePlacement, placement_changes
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
@@ -125,6 +126,7 @@ class MasterView:
             },
             reports=snapshot.reports,
             placement=snapshot.placement,
+            links=snapshot.links,
         )
         self._nodes[name] = record
         if old is None:
@@ -135,6 +137,7 @@ class MasterView:
             self._post(ChangeKind.NODE_UPDATED, name, message=updated(old, record))
         self._post_differences(name, old.devices if old else {}, record.devices)
         self._post_placement(name, old.placement if old else NodePlacement(), record.placement)
+        self._post_links(name, old.links if old else NodeLinks(), record.links)
         return True
 
     def apply_event(self, event: Envelope) -> bool:
@@ -243,6 +246,11 @@ class MasterView:
             self._store(_changed(record, placement=placement), fields)
             self._post_placement(record.node, record.placement, placement)
             return True
+        if kind is EventKind.NODE_LINKS:
+            links = NodeLinks.model_validate(data.get("links"))
+            self._store(_changed(record, links=links), fields)
+            self._post_links(record.node, record.links, links)
+            return True
         return self._fold_device(kind, record, event, data, fields)
 
     def _fold_device(
@@ -331,6 +339,10 @@ class MasterView:
     def _post_placement(self, node: str, before: NodePlacement, after: NodePlacement) -> None:
         if (said := placement_changes(before, after)) is not None:
             self._post(ChangeKind.NODE_PLACEMENT, node, message=said)
+
+    def _post_links(self, node: str, before: NodeLinks, after: NodeLinks) -> None:
+        if before.measured != after.measured:
+            self._post(ChangeKind.NODE_LINKS, node, message=f"{len(after.measured)} links measured")
 
     def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
         self._feed.post(Change(kind, node, device, message))

@@ -18,11 +18,15 @@ from gpurt.cluster.errors import ClusterError
 from gpurt.cluster.fence import Fence
 from gpurt.cluster.groups import single
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.link_address import address_towards, split_address
+from gpurt.cluster.link_measuring import LinkMeasuring
+from gpurt.cluster.link_protocol import join_endpoint
 from gpurt.cluster.monitoring import NodeMonitoring
 from gpurt.cluster.node_assignments import NodeAssignments
 from gpurt.cluster.promises import PromiseFile
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.security.loopback import check_protected
+from gpurt.cluster.security.peers import load_peer_credentials
 from gpurt.cluster.state import this_host
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
@@ -64,12 +68,21 @@ class WorkerConfig:
     """Folder with the certificate to show, from ``gpurt cluster enrol``."""
     insecure: bool = False
     """Without one, use an endpoint that others can reach all the same."""
+    link_address: str | None = None
+    """``HOST`` or ``HOST:PORT`` where other nodes measure their way to this one; None: the address by which this
+    machine reaches the hub, and a free port."""
+    links: bool = True
+    """Listen there; False: the ways to this node are measured by nobody."""
 
     def __post_init__(self) -> None:
         check_name(self.node, "node")
         check_name(self.cluster, "cluster")
         check_endpoint(self.endpoint)
         check_protected(self.endpoint, tls=self.tls is not None, insecure=self.insecure)
+        if self.link_address is not None:
+            host, port = split_address(self.link_address)
+            tls = self.tls is not None
+            check_protected(join_endpoint(host, port or 1, tls=tls), tls=tls, insecure=self.insecure)
         if self.telemetry_s is not None and not self.telemetry_s > 0:
             raise ValueError(f"telemetry_s must be a positive number of seconds or None, not {self.telemetry_s!r}")
 
@@ -135,6 +148,8 @@ async def run_worker(
             fence=Fence(PromiseFile(registry.path), config.cluster),
         )
         assignments = NodeAssignments(publisher)
+        links = await _measurable(config, publisher)
+        stack.push_async_callback(links.aclose)
         stack.push_async_callback(engine.close)
         stack.push_async_callback(_say_goodbye, publisher)
         stack.push_async_callback(assignments.aclose)
@@ -177,6 +192,25 @@ async def run_worker(
 
 async def _run(on_ready: Callable[[Worker], Awaitable[None]], worker: Worker) -> None:
     await on_ready(worker)
+
+
+async def _measurable(config: WorkerConfig, publisher: NodePublisher) -> LinkMeasuring:
+    """Takes the command to measure, and lets others measure where that is possible: a node has better things to do
+    than to be measured, so it does not end where it is not."""
+    tls = config.tls
+    credentials = None if tls is None else await off_loop("credentials", lambda: load_peer_credentials(tls))
+    links = LinkMeasuring(publisher, credentials=credentials, insecure=config.insecure)
+    if not config.links:
+        return links
+    try:
+        if config.link_address is None:
+            host, port = await off_loop("address", lambda: address_towards(config.endpoint)), 0
+        else:
+            host, port = split_address(config.link_address)
+        await links.start(host, port)
+    except OSError as exc:
+        _log.warning("the ways to node %s cannot be measured: %s", config.node, exc)
+    return links
 
 
 async def _say_goodbye(publisher: NodePublisher) -> None:

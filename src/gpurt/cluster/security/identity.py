@@ -138,10 +138,10 @@ def load_identity(folder: str | os.PathLike[str], *, now: datetime | None = None
             f"{folder / CERTIFICATE} was not issued by the authority in {folder / AUTHORITY}",
             hint="copy the whole folder that gpurt cluster enrol made",
         ) from exc
-    _check_time(folder / CERTIFICATE, certificate, now)
-    _check_time(folder / AUTHORITY, authority, now)
+    check_time(folder / CERTIFICATE, certificate, now)
+    check_time(folder / AUTHORITY, authority, now)
     place = read_place(folder)
-    name, role = _subject(folder / CERTIFICATE, certificate, place.cluster)
+    name, role = subject_of(folder / CERTIFICATE, certificate, place.cluster)
     roster = read_roster(folder) if role is Role.HUB else {}
     return Identity(
         folder,
@@ -161,7 +161,11 @@ def renewal_due(certificate: x509.Certificate) -> datetime:
     return ends - (ends - certificate.not_valid_before_utc) * RENEW_WITHIN
 
 
-def _check_time(path: Path, certificate: x509.Certificate, now: datetime) -> None:
+def check_time(path: Path, certificate: x509.Certificate, now: datetime) -> None:
+    """
+    Raises:
+        CredentialsRefused: it is not valid yet, or not any more.
+    """
     ends, begins = certificate.not_valid_after_utc, certificate.not_valid_before_utc
     if now >= ends:
         raise CredentialsRefused(
@@ -174,7 +178,12 @@ def _check_time(path: Path, certificate: x509.Certificate, now: datetime) -> Non
         )
 
 
-def _subject(path: Path, certificate: x509.Certificate, cluster: str) -> tuple[str, Role]:
+def subject_of(path: Path, certificate: x509.Certificate, cluster: str) -> tuple[str, Role]:
+    """The common name of a certificate, and its role in ``cluster``.
+
+    Raises:
+        CredentialsRefused: it is none of ours, or of another cluster.
+    """
     from cryptography.x509.oid import NameOID
 
     oids = (NameOID.COMMON_NAME, NameOID.ORGANIZATIONAL_UNIT_NAME, NameOID.ORGANIZATION_NAME)
