@@ -266,8 +266,8 @@ def test_cancelled_before_there_is_a_plan() -> None:
         (lambda: device("a", memory_bandwidth=float("nan")), "memory_bandwidth"),
         (lambda: Link(source="a", target="b", latency_seconds=float("nan"), bandwidth=1), "latency_seconds"),
         (lambda: Link(source="a", target="b", latency_seconds=0, bandwidth=0), "bandwidth"),
-        (lambda: Pin(start=3, end=3, devices=frozenset({"a"})), "Pin"),
-        (lambda: Constraints(max_stages=1, min_stages=2), "Constraints"),
+        (lambda: Pin(start=3, end=3, devices=frozenset({"a"})), "end"),
+        (lambda: Constraints(max_stages=1, min_stages=2), "max_stages"),
     ],
 )  # fmt: skip
 def test_bad_records_name_their_field(build: Any, field: str) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import PlacementRecord
 
 
@@ -41,9 +42,9 @@ class Pin(PlacementRecord):
     @model_validator(mode="after")
     def _sense(self) -> Self:
         if self.end <= self.start:
-            raise ValueError("a pin has at least one layer")
+            raise InvalidPlacementInput("a pin has at least one layer", field="end")
         if not self.devices and not self.nodes:
-            raise ValueError("a pin names a device or a node")
+            raise InvalidPlacementInput("a pin names a device or a node", field="devices")
         return self
 
 
@@ -92,7 +93,7 @@ class Constraints(PlacementRecord):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.max_stages is not None and self.max_stages < self.min_stages:
-            raise ValueError("max_stages is below min_stages")
+            raise InvalidPlacementInput("max_stages is below min_stages", field="max_stages")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
-            raise ValueError("max_nodes is below min_nodes")
+            raise InvalidPlacementInput("max_nodes is below min_nodes", field="max_nodes")
         return self

@@ -12,6 +12,7 @@ from typing import Final
 
 from pydantic import Field, model_validator
 
+from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import PlacementRecord
 from gpurt.types import DeviceKind, DeviceSpeeds, DeviceState, GPUDevice
 
@@ -47,7 +48,7 @@ class ResidentRange(PlacementRecord):
     @model_validator(mode="after")
     def _order(self) -> ResidentRange:
         if self.end < self.start:
-            raise ValueError("end lies before start")
+            raise InvalidPlacementInput("it lies before start", field="end")
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from gpurt.placement.constraints import Constraints, Pin
+from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.spec import ModelSpec
@@ -42,31 +42,37 @@ def check_inputs(
         raise InvalidPlacementInput(f"{name!r} is excluded as well", field="constraints.require_devices")
     for name in sorted(constraints.require_nodes & constraints.exclude_nodes):
         raise InvalidPlacementInput(f"{name!r} is excluded as well", field="constraints.require_nodes")
+    for place, limit in enumerate(constraints.domain_limits):
+        if all(device.domain(limit.domain) is None for device in devices):
+            raise InvalidPlacementInput(
+                f"no device has a domain {limit.domain!r}", field=f"constraints.domain_limits.{place}.domain"
+            )
     for entry in constraints.stage_layers:
         if entry.maximum is not None and entry.maximum < entry.minimum:
             raise InvalidPlacementInput("maximum is below minimum", field="constraints.stage_layers")
-    _check_pins(model, constraints)
+    _check_pins(model, devices, constraints)
 
 
-def _check_pins(model: ModelSpec, constraints: Constraints) -> None:
+def _check_pins(model: ModelSpec, devices: Sequence[PlacementDevice], constraints: Constraints) -> None:
     count = model.layer_count
     for place, pin in enumerate(constraints.pins):
         if pin.end > count:
             raise InvalidPlacementInput(f"the model has {count} layers", field=f"constraints.pins.{place}.end")
     # A device has one range. Pins to one device that have a pin to other devices between them would need it twice.
-    alone = [(pin, next(iter(pin.devices)), place) for place, pin in enumerate(constraints.pins) if _single(pin)]
-    for first, device, _ in alone:
-        for second, other, place in alone:
-            if device != other or second.start < first.end:
+    places = [
+        {device.id for device in devices if device.id in pin.devices or device.node in pin.nodes}
+        for pin in constraints.pins
+    ]
+    alone = [(pin, place) for place, pin in enumerate(constraints.pins) if len(places[place]) == 1]
+    for first, one in alone:
+        for second, other in alone:
+            if places[one] != places[other] or second.start < first.end:
                 continue
-            for between in constraints.pins:
+            for number, between in enumerate(constraints.pins):
                 inside = between.start < second.start and between.end > first.end
-                if inside and device not in between.devices and not between.nodes:
+                if inside and not places[one] & places[number]:
+                    name = next(iter(places[one]))
                     raise InvalidPlacementInput(
-                        f"cyclic: {device} would have to come before and after others",
-                        field=f"constraints.pins.{place}",
+                        f"cyclic: {name} would have to come before and after others",
+                        field=f"constraints.pins.{other}",
                     )
-
-
-def _single(pin: Pin) -> bool:
-    return len(pin.devices) == 1 and not pin.nodes

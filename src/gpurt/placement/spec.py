@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import PlacementRecord
 
 
@@ -89,7 +90,7 @@ class ModelSpec(PlacementRecord):
     @model_validator(mode="after")
     def _shared(self) -> Self:
         if self.tied_bytes > min(self.embedding_bytes, self.head_bytes):
-            raise ValueError("tied_bytes exceeds embedding_bytes or head_bytes")
+            raise InvalidPlacementInput("it exceeds embedding_bytes or head_bytes", field="tied_bytes")
         return self
 
     @property

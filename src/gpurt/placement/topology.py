@@ -56,7 +56,8 @@ class Link(PlacementRecord):
 class LinkTable(PlacementRecord):
     """All links between some devices or nodes at once, row = source: for large clusters.
 
-    Infinite latency means that there is no way; NaN means that nobody measured it.
+    Infinite latency means that there is no way; NaN means that nobody measured it. Rows of devices or nodes that are
+    not there are passed over.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -81,11 +82,13 @@ class LinkTable(PlacementRecord):
     def _shape(self) -> Self:
         size = len(self.names)
         if self.latency_seconds.shape != (size, size) or self.bandwidth.shape != (size, size):
-            raise ValueError(f"a table of {size} names needs two arrays of {size} x {size}")
+            raise InvalidPlacementInput(f"{size} names need two arrays of {size} x {size}", field="names")
         if len(set(self.names)) != size:
-            raise ValueError("names are not unique")
-        if (self.latency_seconds < 0).any() or (self.bandwidth <= 0).any():
-            raise ValueError("latency is negative or bandwidth not positive")
+            raise InvalidPlacementInput("they are not unique", field="names")
+        if (self.latency_seconds < 0).any():
+            raise InvalidPlacementInput("one is negative", field="latency_seconds")
+        if (self.bandwidth <= 0).any():
+            raise InvalidPlacementInput("one is not positive", field="bandwidth")
         return self
 
 
@@ -112,6 +115,7 @@ class Topology(PlacementRecord):
         known = {device.id for device in devices} | {device.node for device in devices}
         return self.model_copy(
             update={
+                "table": self.table if self.table is not None and known.intersection(self.table.names) else None,
                 "links": tuple(link for link in self.links if link.source in known and link.target in known),
                 "cut": frozenset(pair for pair in self.cut if pair[0] in known and pair[1] in known),
             }
@@ -194,19 +198,15 @@ def _apply_table(
     estimated: NDArray[np.bool_],
 ) -> None:
     """Fill in a table of devices or of nodes; what it does not say keeps its class."""
-    of_devices = all(name in index for name in table.names)
-    if not of_devices and not any(name in node_ids for name in table.names):
-        return
-    row_of = np.full(len(node), -1, dtype=np.intp)
-    if of_devices:
-        for row, name in enumerate(table.names):
-            row_of[index[name]] = row
-    else:
-        row_of_node = np.full(len(node_ids), -1, dtype=np.intp)
-        for row, name in enumerate(table.names):
-            if name in node_ids:
-                row_of_node[node_ids[name]] = row
-        row_of = row_of_node[node]
+    # A device may have the name of its node, which then has no other: a table that fits both means the same.
+    of_devices = sum(name in index for name in table.names) >= sum(name in node_ids for name in table.names)
+    places = index if of_devices else node_ids
+    row_of = np.full(len(places), -1, dtype=np.intp)
+    for row, name in enumerate(table.names):
+        if name in places:
+            row_of[places[name]] = row
+    if not of_devices:
+        row_of = row_of[node]
     pair = np.ix_(row_of, row_of)
     said = (row_of[:, None] >= 0) & (row_of[None, :] >= 0) & ~np.isnan(table.latency_seconds[pair])
     said &= ~np.isnan(table.bandwidth[pair])
@@ -224,6 +224,8 @@ def check_names(topology: Topology, devices: Sequence[PlacementDevice]) -> None:
     expected, say so with :meth:`Topology.within`.
     """
     known = {device.id for device in devices} | {device.node for device in devices}
+    if topology.table is not None and not known.intersection(topology.table.names):
+        raise InvalidPlacementInput("none of them is a device or node that is there", field="topology.table.names")
     for position, link in enumerate(topology.links):
         for end in ("source", "target"):
             name = getattr(link, end)

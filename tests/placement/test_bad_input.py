@@ -1,0 +1,191 @@
+"""Input that no placement can have is a typed error that names the field; what is merely impossible is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpurt.errors import GPUError
+from gpurt.placement import (
+    Constraints,
+    ConstraintSatisfactionPlacement,
+    DomainLimit,
+    InfeasiblePlacement,
+    InvalidPlacementInput,
+    LayerSpec,
+    Link,
+    LinkClass,
+    LinkTable,
+    ModelSpec,
+    Pin,
+    PlacementDevice,
+    ResidentRange,
+    StageLayers,
+    Topology,
+    Workload,
+)
+
+pytestmark = pytest.mark.wide
+
+NAN, INF = float("nan"), float("inf")
+
+
+def device(name: str, usable: int = 1000, **fields: Any) -> PlacementDevice:
+    values: dict[str, Any] = {"node": f"n-{name}", "memory_bandwidth": 1e6, "compute_flops": 1e9, **fields}
+    return PlacementDevice(id=name, usable_bytes=usable, **values)
+
+
+def model(layers: int = 10, **fields: Any) -> ModelSpec:
+    return ModelSpec.uniform("m", layers=layers, size_bytes=1000, **fields)
+
+
+def table(latency: Any, bandwidth: Any = ((1, 1), (1, 1)), names: tuple[str, ...] = ("a", "b")) -> LinkTable:
+    return LinkTable(names=names, latency_seconds=np.array(latency), bandwidth=np.array(bandwidth))
+
+
+def pins(*given: tuple[int, int, str]) -> Constraints:
+    """Of each: first layer, end, and names of devices or, beginning with ``n-``, of a node."""
+    return Constraints(
+        pins=tuple(
+            Pin(start=start, end=end, nodes=frozenset({names}))
+            if names.startswith("n-")
+            else Pin(start=start, end=end, devices=frozenset(names))
+            for start, end, names in given
+        )
+    )
+
+
+def solve(**change: Any) -> Any:
+    given: dict[str, Any] = {"model": model(), "devices": [device(name) for name in "abc"], **change}
+    return ConstraintSatisfactionPlacement().solve_placement(**given)
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: model(0), "layers"),
+        (lambda: ModelSpec(name="", layers=model().layers), "name"),
+        (lambda: LayerSpec(weight_bytes=-1), "weight_bytes"),
+        (lambda: LayerSpec(weight_bytes=1, flops_per_token=NAN), "flops_per_token"),
+        (lambda: LayerSpec(weight_bytes=1, kv_bytes_per_token=-1), "kv_bytes_per_token"),
+        (lambda: model(embedding_bytes=-1), "embedding_bytes"),
+        (lambda: model(tied_bytes=1), "tied_bytes"),
+        (lambda: model(tensor_parallel=(0,)), "tensor_parallel"),
+        (lambda: model(colour="red"), "colour"),
+        (lambda: device("a", -1), "usable_bytes"),
+        (lambda: device("a", reserve_bytes=-1), "reserve_bytes"),
+        (lambda: device("a", memory_bandwidth=0), "memory_bandwidth"),
+        (lambda: device("a", compute_flops=INF), "compute_flops"),
+        (lambda: device("a", resident=[{"model": "m", "start": 4, "end": 2}]), "resident.0.end"),
+        (lambda: ResidentRange(model="m", start=-1, end=2), "start"),
+        (lambda: Link(source="a", target="b", latency_seconds=NAN, bandwidth=1), "latency_seconds"),
+        (lambda: Link(source="a", target="b", latency_seconds=-1, bandwidth=1), "latency_seconds"),
+        (lambda: Link(source="a", target="b", latency_seconds=0, bandwidth=NAN), "bandwidth"),
+        (lambda: Link(source="", target="b", latency_seconds=0, bandwidth=1), "source"),
+        (lambda: LinkClass(latency_seconds=NAN, bandwidth=1), "latency_seconds"),
+        (lambda: table([[0, -1], [1, 0]]), "latency_seconds"),
+        (lambda: table([[0, 1], [1, 0]], [[1, 0], [1, 1]]), "bandwidth"),
+        (lambda: table([[0, 1]]), "names"),
+        (lambda: table([[0, 1], [1, 0]], names=("a", "a")), "names"),
+        (lambda: table([["x", 1], [1, 0]]), "latency_seconds"),
+        (lambda: Topology.model_validate({"links": [{"source": "a"}]}), "links.0.target"),
+        (lambda: Pin(start=3, end=3, devices=frozenset({"a"})), "end"),
+        (lambda: Pin(start=3, end=4), "devices"),
+        (lambda: StageLayers(device="a", minimum=0), "minimum"),
+        (lambda: DomainLimit(domain="node", stages=0), "stages"),
+        (lambda: Workload(batch=0), "batch"),
+        (lambda: Workload(context_tokens=-1), "context_tokens"),
+        (lambda: Constraints(max_stages=1, min_stages=2), "max_stages"),
+        (lambda: Constraints(max_nodes=1, min_nodes=2), "max_nodes"),
+        (lambda: Constraints(max_link_seconds=NAN), "max_link_seconds"),
+        (lambda: Constraints(movement_seconds_per_byte=-1), "movement_seconds_per_byte"),
+    ],
+)  # fmt: skip
+def test_a_record_that_cannot_be_names_its_field(build: Callable[[], object], field: str) -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        build()
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: ")
+    assert isinstance(caught.value, GPUError)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"devices": []}, "devices"),
+        ({"devices": [device("a"), device("a")]}, "devices"),
+        ({"devices": [device("a"), device("b", node="a")]}, "devices"),
+        ({"constraints": Constraints(exclude_devices=frozenset({"x"}))}, "constraints.exclude_devices"),
+        ({"constraints": Constraints(exclude_nodes=frozenset({"x"}))}, "constraints.exclude_nodes"),
+        ({"constraints": Constraints(require_nodes=frozenset({"x"}))}, "constraints.require_nodes"),
+        ({"constraints": Constraints(stage_layers=(StageLayers(device="x"),))}, "constraints.stage_layers"),
+        ({"constraints": Constraints(domain_limits=(DomainLimit(domain="node", stages=1),
+                                                    DomainLimit(domain="rack", stages=1)))},
+         "constraints.domain_limits.1.domain"),
+        ({"constraints": Constraints(require_devices=frozenset("a"), exclude_devices=frozenset("a"))},
+         "constraints.require_devices"),
+        ({"constraints": pins((0, 1, "a"), (0, 1, "x"))}, "constraints.pins.1.devices"),
+        ({"constraints": pins((0, 1, "n-x"))}, "constraints.pins.0.nodes"),
+        ({"constraints": pins((8, 11, "a"))}, "constraints.pins.0.end"),
+        ({"topology": Topology(cut=frozenset({("a", "x")}))}, "topology.cut"),
+        ({"topology": Topology(table=table([[0, 1], [1, 0]], names=("x", "y")))}, "topology.table.names"),
+    ],
+)  # fmt: skip
+def test_names_that_nobody_has_and_rules_that_contradict(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        solve(**change)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ([(0, 2, "a"), (2, 4, "b"), (4, 6, "a")], 2),
+        ([(4, 6, "a"), (0, 2, "a"), (1, 5, "b")], 0),
+        ([(0, 2, "a"), (2, 4, "bc"), (4, 6, "a")], 2),
+        ([(0, 2, "ab"), (2, 4, "c"), (4, 6, "ab"), (6, 7, "c")], 3),
+        ([(0, 2, "n-a"), (2, 4, "b"), (4, 6, "n-a")], 2),  # a node of one device
+        ([(0, 2, "a"), (2, 4, "n-b"), (4, 6, "n-a")], 2),
+    ],
+)
+def test_cyclic_pins_name_the_pin(given: list[tuple[int, int, str]], field: int) -> None:
+    with pytest.raises(InvalidPlacementInput, match="cyclic") as caught:
+        solve(constraints=pins(*given))
+    assert caught.value.field == f"constraints.pins.{field}"
+
+
+def test_pins_that_go_round_a_group_are_no_cycle() -> None:
+    assert solve(constraints=pins((0, 2, "ab"), (2, 4, "c"), (4, 6, "ab"))).layers_of("c") == range(2, 4)
+    there = solve(constraints=pins((0, 2, "a"), (2, 4, "n-a"), (4, 6, "a"))).layers_of("a")
+    assert set(range(6)) <= set(there)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"devices": [device("a", 600), device("b", 600)], "topology": Topology.unconnected()},
+        {"devices": [device("a", 600), device("b", 600)],
+         "topology": Topology(cut=frozenset({("a", "b"), ("b", "a")}))},
+        {"constraints": pins((0, 3, "a"), (2, 5, "b"))},
+        {"constraints": Constraints(exclude_devices=frozenset("abc"))},
+        {"constraints": Constraints(min_stages=4)},
+    ],
+)  # fmt: skip
+def test_what_is_impossible_is_another_error(change: dict[str, Any]) -> None:
+    with pytest.raises(InfeasiblePlacement) as caught:
+        solve(**change)
+    assert caught.value.constraint
+
+
+def test_a_table_of_devices_counts_also_where_some_of_them_take_no_part() -> None:
+    apart = table(np.full((4, 4), 0.5), np.full((4, 4), 1e3), names=("a", "b", "c", "gone"))
+    plan = solve(
+        model=model(activation_bytes_per_token=100),
+        devices=[device("a", 600), device("b", 600), device("c", 0), device("d", 10)],
+        topology=Topology(table=apart),
+    )
+    assert [hop.seconds for hop in plan.hops] == [pytest.approx(0.6), pytest.approx(0.504)]
+    assert not any(hop.estimated for hop in plan.hops)
