@@ -14,8 +14,8 @@ from gpurt.placement.costs import (
 )
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.instance import Instance
-from gpurt.placement.paths import Step
 from gpurt.placement.plan import DeviceBytes, Hop, Plan, PlanStatus, Prediction, Stage
+from gpurt.placement.relaxation import Step
 from gpurt.placement.spec import ModelSpec
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpurt.placement.instance import Bools, Floats, Instance, Ints
-from gpurt.placement.paths import Relaxation, Step
+from gpurt.placement.relaxation import Relaxation, Step
+from gpurt.placement.valuation import keeps_rules, path_cost
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class _States:
     """Row among the beginnings with ``start`` layers done."""
     start: Ints
     unit: Ints
+    state: Ints
+    """Of the relaxation: unit and what is remembered."""
     first: Ints
     flexed: Bools
     """One stage has a number of layers between its least and its most; a second one is never needed."""
@@ -44,7 +46,7 @@ class _Offers:
     guess: Floats
     value: Floats
     parent: Ints
-    unit: Ints
+    state: Ints
     flexed: Bools
 
     def ending(self, end: int) -> slice:
@@ -66,11 +68,13 @@ class Beam:
     def __init__(self, instance: Instance, relaxation: Relaxation, *, width: int, limit: float = np.inf) -> None:
         self.instance = instance
         self.rest = relaxation.backward
+        self.onward = relaxation.onward
+        self.visits = relaxation.visits
+        self.following = relaxation.visits.following()
         self.price = relaxation.unit_price
         self.prices = relaxation.prices
-        refund = relaxation.value - relaxation.bound
         self.limit = limit
-        self.ceiling = limit + refund if np.isfinite(limit) else np.inf
+        self.ceiling = limit + relaxation.refund if np.isfinite(limit) else np.inf
         self.width = width
         self.exhausted = True
         self.growing = (instance.rows >= 0).all(axis=0)
@@ -134,15 +138,18 @@ class Beam:
         instance = self.instance
         total = enter + instance.cost.last[:, self.layers - start] + instance.back[:, state.first].T
         row, last = np.nonzero(total < self.ceiling)
-        used = state.used[row] + instance.rows[last]
-        good = (used <= instance.limits).all(axis=1)
+        # What may not be exceeded was looked at when the unit was entered; what must be reached is known only now.
+        least = ~self.growing
+        used = state.used[:, least][row] + instance.rows[:, least][last]
+        good = np.all(used <= instance.limits[least], axis=1)
         if state.nodes is not None:
             nodes = state.nodes[row]
             nodes[np.arange(len(row)), instance.node[last]] = True
             good &= nodes.sum(axis=1) >= instance.constraints.min_nodes
         row, last = row[good], last[good]
         # Prices led the search; what a plan costs is without them.
-        cost = total[row, last] - used[good] @ self.prices
+        paid = state.used @ self.prices.use
+        cost = total[row, last] - paid[row] - self.price[last]
         order = np.argsort(cost, kind="stable")[:64]
         return [(float(cost[k]), int(row[k]), start, int(last[k])) for k in order]
 
@@ -157,42 +164,41 @@ class Beam:
         own: Bools = np.all(self.rows <= self.most, axis=1)
         reach = min(self.span, self.layers - 1)
         value = np.where(own[:, None], self.instance.cost.first[:, 1 : reach + 1] + self.price[:, None], np.inf)
-        guess = value + self.rest[1 : reach + 1].T
+        alone = self.visits.alone
+        guess = value + self.prices.home[:, None] + self.rest[1 : reach + 1, alone].T
         unit, place = np.nonzero(guess < self.ceiling)
         flexed = self._between(self.tables[1], unit, place + 1)
-        return self._offers(place + 1, guess[unit, place], value[unit, place], np.full(len(unit), -1), unit, flexed)
+        parent = np.full(len(unit), -1)
+        return _offers(place + 1, guess[unit, place], value[unit, place], parent, alone[unit], flexed)
 
     def _continue(self, state: _States, enter: Floats, start: int) -> _Offers | None:
         reach = min(self.span, self.layers - 1 - start)
         if reach <= 0:
             return None
-        inner = self.instance.cost.row(start)[:, 1 : reach + 1]
-        tail = (inner + self.rest[start + 1 : start + reach + 1].T).min(axis=1)
-        row, unit = np.nonzero(enter + tail[None, :] < self.ceiling)
+        home = self.prices.home[state.first]
+        after = self.following[state.state]
+        guess = enter + (self.onward[start][after] + (home[:, None] - self.price[None, :]))
+        guess[after < 0] = np.inf
+        row, unit = np.nonzero(guess < self.ceiling)
         room = 3 * self.width
         if len(row) > room:
             self.exhausted = False
-            keep = np.argpartition((enter + tail[None, :])[row, unit], room)[:room]
+            keep = np.argpartition(guess[row, unit], room)[:room]
             row, unit = row[keep], unit[keep]
-        value = enter[row, unit][:, None] + inner[unit]
-        guess = value + self.rest[start + 1 : start + reach + 1].T[unit]
+        after = after[row, unit]
+        value = enter[row, unit][:, None] + self.instance.cost.row(start)[unit, 1 : reach + 1]
+        guess = value + home[row][:, None] + self.rest[start + 1 : start + reach + 1].T[after]
         pair, place = np.nonzero(guess < self.ceiling)
         flexed = self._between(self.tables[0], unit[pair], place + 1)
         twice = flexed & state.flexed[row[pair]]
         pair, place, flexed = pair[~twice], place[~twice], flexed[~twice]
         flexed = flexed | state.flexed[row[pair]]
-        return self._offers(start + place + 1, guess[pair, place], value[pair, place], row[pair], unit[pair], flexed)
+        return _offers(start + place + 1, guess[pair, place], value[pair, place], row[pair], after[pair], flexed)
 
     def _between(self, table: tuple[Ints, Ints], unit: NDArray[np.intp], number: NDArray[np.intp]) -> Bools:
         if not self.instance.movable:
             return np.zeros(len(unit), dtype=np.bool_)
         return (number != table[0][unit]) & (number != table[1][unit])
-
-    def _offers(
-        self, end: Ints, guess: Floats, value: Floats, parent: Ints, unit: NDArray[np.intp], flexed: Bools
-    ) -> _Offers:
-        order = np.argsort(end, kind="stable")
-        return _Offers(end[order], guess[order], value[order], parent[order], unit[order], flexed[order])
 
     def _pick(self, offers: Sequence[_Offers | None], states: Sequence[_States | None], end: int) -> _States | None:
         parts: list[tuple[Floats, Floats, Ints, Ints, Ints, Bools]] = []
@@ -206,20 +212,18 @@ class Beam:
                 origin = np.array([start], dtype=np.int64).repeat(count)
                 parts.append((
                     offer.guess[mine], offer.value[mine], offer.parent[mine], origin,
-                    offer.unit[mine], offer.flexed[mine],
+                    offer.state[mine], offer.flexed[mine],
                 ))  # fmt: skip
         if not parts:
             return None
-        guess, value, parent, start, unit, flexed = (np.concatenate(column) for column in zip(*parts, strict=True))
+        guess, value, parent, start, after, flexed = (np.concatenate(column) for column in zip(*parts, strict=True))
         room = 8 * self.width
         if len(guess) > room:
             self.exhausted = False
             order = np.argpartition(guess, room)[:room]
-            order = order[np.argsort(guess[order], kind="stable")]
-        else:
-            order = np.argsort(guess, kind="stable")
-        value, parent, start = value[order], parent[order], start[order]
-        unit, flexed = unit[order], flexed[order]
+            guess, value, parent, start = guess[order], value[order], parent[order], start[order]
+            after, flexed = after[order], flexed[order]
+        unit = self.visits.unit[after]
         mark, first = self.marks[unit].copy(), unit.copy()
         sources: list[tuple[_States, NDArray[np.intp]]] = []
         for before in sorted(set(map(int, start))):
@@ -232,8 +236,11 @@ class Beam:
             sources.append((past, mine))
         # The same devices with the same two ends: only the cheapest can be part of the best plan.
         key = mark + unit * 7919 + first * 1_000_003 + flexed
-        _, unique = np.unique(key, return_index=True)
-        unique.sort()
+        order = np.lexsort((value, key))
+        kept = np.ones(len(order), dtype=np.bool_)
+        kept[1:] = key[order[1:]] != key[order[:-1]]
+        unique = order[kept]
+        unique = unique[np.lexsort((unique, guess[unique]))]
         if len(unique) > self.width:
             self.exhausted = False
             unique = unique[: self.width]
@@ -249,8 +256,8 @@ class Beam:
             if nodes is not None and past.nodes is not None:
                 nodes[rows] |= past.nodes[source]
         return _States(
-            value[unique], parent[unique], start[unique], unit[unique], first[unique], flexed[unique], used,
-            mark[unique], nodes,
+            value[unique], parent[unique], start[unique], unit[unique], after[unique], first[unique], flexed[unique],
+            used, mark[unique], nodes,
         )  # fmt: skip
 
     def _trace(self, states: Sequence[_States | None], row: int, start: int, last: int) -> tuple[Step, ...]:
@@ -264,41 +271,12 @@ class Beam:
         return tuple(reversed(steps))
 
 
+def _offers(end: Ints, guess: Floats, value: Floats, parent: Ints, state: Ints, flexed: Bools) -> _Offers:
+    order = np.argsort(end, kind="stable")
+    return _Offers(end[order], guess[order], value[order], parent[order], state[order], flexed[order])
+
+
 def _extremes(table: Floats) -> tuple[Ints, Ints]:
     """Least and greatest number of layers of each unit."""
     fits = np.isfinite(table)
     return fits.argmax(axis=1), table.shape[1] - 1 - fits[:, ::-1].argmax(axis=1)
-
-
-def path_cost(instance: Instance, steps: Sequence[Step]) -> float:
-    """The objective of a plan by numbers: stages, hand-overs and the way back."""
-    layers = instance.layers
-    total = sum(instance.cost.value(step.unit, step.start, step.end, layers) for step in steps)
-    return total + sum(_ways(instance, steps))
-
-
-def path_bottleneck(instance: Instance, steps: Sequence[Step]) -> float:
-    """Seconds of the slowest stage or link."""
-    layers = instance.layers
-    slowest = max(instance.time.value(step.unit, step.start, step.end, layers) for step in steps)
-    return max([slowest, *_ways(instance, steps)])
-
-
-def _ways(instance: Instance, steps: Sequence[Step]) -> list[float]:
-    ways = [float(instance.hop_at(after.start)[before.unit, after.unit]) for before, after in pairwise(steps)]
-    if len(steps) > 1:
-        ways.append(float(instance.back[steps[-1].unit, steps[0].unit]))
-    return ways
-
-
-def keeps_rules(instance: Instance, steps: Sequence[Step]) -> bool:
-    """Devices used once, and every rule about the set of stages."""
-    units = [step.unit for step in steps]
-    if (instance.rows[units].sum(axis=0) > instance.limits).any():
-        return False
-    constraints = instance.constraints
-    if constraints.max_nodes is not None or constraints.min_nodes > 1:
-        nodes = len(set(instance.node[units].tolist()))
-        if nodes < constraints.min_nodes or (constraints.max_nodes is not None and nodes > constraints.max_nodes):
-            return False
-    return True

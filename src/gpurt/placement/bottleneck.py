@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.beam import path_bottleneck, path_cost
 from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
 from gpurt.placement.instance import Bools, Floats, Instance
 from gpurt.placement.packing import capacities
-from gpurt.placement.paths import Step
+from gpurt.placement.relaxation import Step
+from gpurt.placement.valuation import path_bottleneck, path_cost
 
 
 def limits_of(instance: Instance) -> Floats:

@@ -9,20 +9,27 @@ from typing import Final
 
 import numpy as np
 
-from gpurt.placement.beam import Beam, keeps_rules, path_cost
+from gpurt.placement.beam import Beam
+from gpurt.placement.elimination import through_units, useful_arcs
 from gpurt.placement.exact_cpsat import PAIR_LIMIT, cpsat_available, solve_cpsat, stage_count
-from gpurt.placement.exact_highs import highs_available, solve_highs
+from gpurt.placement.exact_highs import highs_available, linear_start, solve_highs
 from gpurt.placement.filling import Filling
-from gpurt.placement.instance import Floats, Instance
+from gpurt.placement.instance import Bools, Floats, Instance
 from gpurt.placement.packing import capacities, fullest, packed, rounded
-from gpurt.placement.paths import PathRelaxation, Relaxation, Step, useful_arcs, useful_units
+from gpurt.placement.paths import PathRelaxation
+from gpurt.placement.prices import improve
+from gpurt.placement.relaxation import Prices, Relaxation, Step, no_prices
 from gpurt.placement.search import LocalSearch
+from gpurt.placement.valuation import keeps_rules, path_cost
+from gpurt.placement.visits import remembering
 
 PROVEN_GAP: Final = 1e-4
 """A plan within this share of its bound counts as optimal."""
 _WIDTHS: Final = (100, 1000, 8000)
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
+_PROMISING: Final = 200
+"""Units among which prices are looked for."""
 _UNIT_LIMIT: Final = 600
 """Units up to which the integer programme is tried."""
 
@@ -125,15 +132,18 @@ class Engine:
         if not instance.size or self._too_small():
             self.raise_bound(np.inf, "capacity")
             return
-        paths = PathRelaxation(instance)
-        prices, bound = paths.improve(
-            lambda: self.value, rounds=40, stop=clock.slice(clock.left * 0.2), gap=self.target
-        )
-        self._relaxed(paths, prices)
-        if not np.isfinite(bound):
-            self.raise_bound(np.inf, "paths")
+        exact = instance.movable and len(instance.hop) == 1 and highs_available()
+        if exact and instance.size > _MANY_UNITS and self._linear():
             return
-        self._beam(16)
+        if self.relaxation is None:
+            paths = PathRelaxation(instance)
+            prices, _ = self._improve(paths, no_prices(instance), rounds=40, seconds=clock.left * 0.2)
+            self._relaxed(paths, prices)
+            assert self.relaxation is not None
+            if not np.isfinite(self.relaxation.value):
+                self.raise_bound(np.inf, "paths")
+                return
+            self._beam(16)
         search = LocalSearch(self.instance, self.seed, clock.slice(clock.left * 0.2))
         self._descend(search, rounds=0)
         if self.steps is None or self._gap() > 0.02:
@@ -145,17 +155,13 @@ class Engine:
             return
         # Many stages make a problem of order, in which integer programming is ahead; few make one of choice, in which
         # the labels are.
-        exact = instance.movable and len(instance.hop) == 1 and highs_available()
-        large = self.instance.size > _MANY_UNITS and self._gap() > 0.02
-        if exact and (self.steps is None or len(self.steps) > _MANY_STAGES or large):
+        if exact and (self.steps is None or len(self.steps) > _MANY_STAGES):
             self._highs(clock.left * 0.6)
             if self.done():
                 return
-        prices, _ = paths.improve(
-            lambda: self.value, rounds=160, stop=clock.slice(clock.left * 0.25), prices=prices, gap=self.target
-        )
-        self._relaxed(paths, prices)
-        self._reduce(paths)
+        self._reduce()
+        if self._remember(clock.left * 0.3):
+            return
         if self.done() or self._beam(_WIDTHS[0]) or self.done():
             return
         search = LocalSearch(self.instance, self.seed, clock.slice(min(1.0, clock.left * 0.15)))
@@ -185,9 +191,65 @@ class Engine:
         held, _, exact = fullest(self.instance, capacities(self.instance))
         return exact and self.instance.complete and held < self.instance.layers
 
-    def _relaxed(self, paths: PathRelaxation, prices: Floats) -> None:
-        self.relaxation = paths.solve(prices)
+    def _improve(
+        self, paths: PathRelaxation, prices: Prices, *, rounds: int, seconds: float, scale: float = 1.0
+    ) -> tuple[Prices, float]:
+        stop = self.clock.slice(seconds)
+        return improve(paths, prices, lambda: self.limit, rounds=rounds, stop=stop, gap=self.target / 2, scale=scale)
+
+    def _relaxed(self, paths: PathRelaxation, prices: Prices) -> None:
+        self.relaxation = paths.solve(prices, limit=self.limit)
         self.raise_bound(self.relaxation.bound, "paths")
+
+    def _linear(self) -> bool:
+        """Begin with the linear relaxation, which is soonest done where there are many units: prices, a plan, and fewer
+        units. Whether all is done."""
+        instance, clock = self.instance, self.clock
+        start = linear_start(instance, deadline=monotonic() + clock.left * 0.3, stop=clock.over)
+        if start is None:
+            return False
+        whole = instance.cost.whole
+        self.raise_bound(min(start.bound, float(whole.min())), "linear programme")
+        if np.isfinite(whole).any():
+            self.offer((Step(int(whole.argmin()), 0, instance.layers),), "beam")
+        search = LocalSearch(instance, self.seed, clock.slice(clock.left * 0.05))
+        order = rounded(instance, search.filling, start.use)
+        if order is not None:
+            units, _ = search.run(order, search.value(order), rounds=0)
+            self.offer(search.filling.steps(units), "rounding")
+        if self.done():
+            return True
+        if self.steps is not None:
+            self._keep(np.minimum(start.through, whole) < self.limit)
+        prices = Prices(start.prices, no_prices(self.instance).home)
+        self._relaxed(PathRelaxation(self.instance), prices)
+        self._beam(16)
+        return self.done()
+
+    def _remember(self, seconds: float) -> bool:
+        """Raise the bound with paths that remember, and leave out units as it rises. Whether all is done."""
+        over = self.clock.slice(seconds)
+        scale = 0.5
+        while not over() and not self.done():
+            relaxation = self.relaxation
+            assert relaxation is not None
+            before = self.bound
+            prices, through = relaxation.prices, through_units(relaxation)
+            visits = remembering(self.instance, through)
+            # Prices are looked for among the promising units, where a step is cheap; then all units are asked.
+            near = np.sort(np.argsort(through, kind="stable")[:_PROMISING])
+            part = PathRelaxation(self.instance.of(near), visits.of(near)[0])
+            found, _ = self._improve(part, prices.of(near), rounds=12, seconds=self.clock.left * 0.2, scale=scale)
+            home = prices.home.copy()
+            home[near] = found.home
+            self._relaxed(PathRelaxation(self.instance, visits), Prices(found.use, home))
+            self._beam(24)
+            self._reduce()
+            if self.bound - before < 0.05 * (self.value - self.bound):
+                scale *= 0.5
+                if scale < 0.05:
+                    break
+        return self.done()
 
     def _beam(self, width: int, seconds: float = np.inf) -> bool:
         """Whether the search was complete, so that the best plan is the best there is."""
@@ -209,31 +271,28 @@ class Engine:
         units, _ = search.run(units, search.value(units), rounds=rounds)
         self.offer(search.filling.steps(units), "local search")
 
-    def _reduce(self, paths: PathRelaxation) -> None:
+    def _reduce(self) -> None:
         """Leave out the units that no better plan uses."""
-        relaxation, steps = self.relaxation, self.steps
-        if relaxation is None or steps is None:
+        relaxation = self.relaxation
+        if relaxation is None or self.steps is None:
             return
-        keep = useful_units(relaxation, self.limit)
+        self._keep(through_units(relaxation) < self.limit)
+
+    def _keep(self, keep: Bools) -> None:
+        """Leave out the other units: no plan below the limit uses them."""
+        steps, relaxation = self.steps, self.relaxation
+        assert steps is not None
         keep[[step.unit for step in steps]] = True
-        if keep.all():
-            return
         chosen = np.flatnonzero(keep)
+        if len(chosen) == len(keep):
+            return
         place = np.full(len(keep), -1)
         place[chosen] = np.arange(len(chosen))
         self.instance = self.instance.of(chosen)
         self.numbers = self.numbers[chosen]
         self.steps = tuple(Step(int(place[step.unit]), step.start, step.end) for step in steps)
-        self.relaxation = Relaxation(
-            relaxation.value,
-            relaxation.bound,
-            (),
-            relaxation.forward[:, chosen],
-            relaxation.backward[:, chosen],
-            relaxation.onward[:, chosen],
-            relaxation.unit_price[chosen],
-            relaxation.prices,
-        )
+        if relaxation is not None:
+            self.relaxation = relaxation.of(chosen)
 
     def _highs(self, seconds: float) -> None:
         relaxation = self.relaxation

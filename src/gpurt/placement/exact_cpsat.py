@@ -17,7 +17,7 @@ import numpy as np
 
 from gpurt.placement.exact_highs import ExactResult
 from gpurt.placement.instance import Instance
-from gpurt.placement.paths import Step
+from gpurt.placement.relaxation import Step
 
 _SCALE: Final = 1 << 30
 """Costs as integers: a share of the upper limit of the objective."""

@@ -119,3 +119,42 @@ def solve_highs(
             return ExactResult(order, bound, status == kinds.kOptimal)
         if not model.cut(values) or status != kinds.kOptimal:
             return ExactResult(None, bound, False)
+
+
+@dataclass(slots=True)
+class LinearStart:
+    """What the linear relaxation says before anything else is known."""
+
+    prices: Floats
+    """Of the limits: under them the cheapest path costs at least ``bound`` more than it gets back."""
+    bound: float
+    """No plan of more than one stage has a lower value."""
+    use: Floats
+    """``[u]``: how much of each unit is used."""
+    through: Floats
+    """``[u]``: no plan of more than one stage that uses u has a lower value."""
+
+
+def linear_start(instance: Instance, *, deadline: float, stop: Callable[[], bool]) -> LinearStart | None:
+    """The relaxation without cuts; None where the time is too short for it or where it has no solution."""
+    import highspy
+
+    model = FlowModel(instance, np.isfinite(instance.hop[0]), split=True, stop=stop)
+    if not model.end_count:
+        return None
+    while True:
+        left = deadline - monotonic()
+        if left <= 0 or stop():
+            return None
+        status = model.run(left)
+        if status == highspy.HighsModelStatus.kInfeasible and not model.there.all():
+            model.complete(np.inf)
+            continue
+        if status != highspy.HighsModelStatus.kOptimal:
+            return None
+        priced, missing = model.price()
+        if priced:
+            continue
+        bound = float(model.highs.getInfo().objective_function_value) + missing
+        use = model.values()[model.use0 : model.layer0]
+        return LinearStart(model.limit_prices(), bound, use, bound + model.detours())

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from gpurt.placement.instance import Instance
-from gpurt.placement.paths import Step
+from gpurt.placement.relaxation import Step
 
 
 class Filling:

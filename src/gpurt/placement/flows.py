@@ -9,8 +9,8 @@ import numpy as np
 
 from gpurt.placement.filling import Filling
 from gpurt.placement.instance import Bools, Floats, Instance
+from gpurt.placement.walks import EPS, minimum_cut, walked
 
-EPS: Final = 1e-6
 DENSE: Final = 72
 """Units up to which every arc is a column from the start."""
 _NEAR: Final = 8
@@ -66,10 +66,8 @@ class FlowModel:
         # Asked between nodes of the search tree; the linear programmes are short and are not asked at every pivot.
         self.highs.cbMipInterrupt += interrupt
         self.inf = highspy.kHighsInf
-        upper = np.concatenate([
-            np.ones(self.end_count), self.copies, np.maximum(inner, np.maximum(first, last)) * self.copies
-        ])  # fmt: skip
-        self.highs.addVars(self.arc0, np.zeros(self.arc0), upper.astype(np.float64))
+        # No upper bounds: the limits imply them, and then the limits carry all prices.
+        self.highs.addVars(self.arc0, np.zeros(self.arc0), np.full(self.arc0, self.inf))
         cost = np.concatenate([end_cost, np.zeros(size), instance.slope])
         self.highs.changeColsCost(self.arc0, np.arange(self.arc0, dtype=np.int32), cost)
         begin: list[list[int]] = [[] for _ in range(size)]
@@ -99,6 +97,8 @@ class FlowModel:
             rows.append((1.0, 1.0, mine, np.ones(len(mine))))
         every = float(instance.layers)
         rows.append((every, every, np.arange(self.layer0, self.arc0), np.ones(size)))
+        self.limit0 = len(rows)
+        """Row of the first limit."""
         for limit, column in zip(instance.limits, instance.rows.T, strict=True):
             used = np.flatnonzero(column)
             rows.append((-self.inf, float(limit), self.use0 + used, column[used].astype(np.float64)))
@@ -141,7 +141,7 @@ class FlowModel:
         else:
             entries = index[0].ravel().astype(np.int32)
         starts = np.concatenate([[0], np.cumsum(sum(width))])[:-1].astype(np.int32)
-        upper = np.minimum(self.copies[tail], self.copies[head]).astype(np.float64)
+        upper = np.full(count, self.inf)
         self.highs.addCols(
             count, self.hop[tail, head], np.zeros(count), upper, len(entries), starts, entries, np.ones(len(entries))
         )
@@ -198,6 +198,22 @@ class FlowModel:
 
     def values(self) -> Floats:
         return np.array(self.highs.getSolution().col_value)
+
+    def limit_prices(self) -> Floats:
+        """What one more of each limit would be worth."""
+        dual = np.array(self.highs.getSolution().row_dual)
+        return np.maximum(0.0, -dual[self.limit0 : self.limit0 + len(self.instance.limits)])
+
+    def detours(self) -> Floats:
+        """``[u]``: how much more than the relaxation a plan costs at least that uses u."""
+        column = np.maximum(0.0, self.reduced())
+        arcs = self._missing()
+        arcs[self.tail, self.head] = column[self.arc0 :]
+        into, out = arcs.min(axis=0), arcs.min(axis=1)
+        begins, finishes = self.end_first >= 0, self.end_last >= 0
+        np.minimum.at(into, self.end_first[begins], column[: self.end_count][begins])
+        np.minimum.at(out, self.end_last[finishes], column[: self.end_count][finishes])
+        return np.maximum(0.0, into) + np.maximum(0.0, out) + column[self.use0 : self.layer0]
 
     def reduced(self) -> Floats:
         return np.array(self.highs.getSolution().col_dual)
@@ -278,25 +294,13 @@ class FlowModel:
             nexts[self.tail[arc]] += [int(self.head[arc])] * int(number[self.arc0 + arc])
         chosen = np.flatnonzero(number[: self.end_count])
         first, last = int(self.end_first[chosen].max()), int(self.end_last[chosen].max())
-        order = _walked(nexts, first)
+        order = walked(nexts, first)
         whole = len(order) == int(number[self.use0 : self.layer0].sum()) and order[-1] == last
         for unit in range(self.size):
             while nexts[unit]:
                 # A circle: it ends where it began, and is entered once.
-                order[-1:-1] = _walked(nexts, unit)[:-1]
+                order[-1:-1] = walked(nexts, unit)[:-1]
         return tuple(order), whole
-
-
-def _walked(nexts: list[list[int]], begin: int) -> list[int]:
-    """A walk that uses every arc that can be reached, consuming them (Hierholzer)."""
-    stack, order = [begin], list[int]()
-    while stack:
-        if nexts[stack[-1]]:
-            stack.append(nexts[stack[-1]].pop())
-        else:
-            order.append(stack.pop())
-    order.reverse()
-    return order
 
 
 def _row(lower: float, upper: float, plus: list[int], minus: list[int]) -> tuple[float, float, np.ndarray, np.ndarray]:
@@ -311,42 +315,3 @@ def _merged(
     for column, factor in zip(index, value, strict=True):
         total[column] = total.get(column, 0.0) + factor
     return lower, upper, np.array(list(total), dtype=np.int64), np.array(list(total.values()))
-
-
-def minimum_cut(
-    size: int, edges: Sequence[tuple[int, int, float]], entry: Floats, target: int, below: float
-) -> frozenset[int] | None:
-    """The units on the target's side of a minimum cut from outside, where less than ``below`` goes through it."""
-    source = size
-    capacity: list[dict[int, float]] = [{} for _ in range(size + 1)]
-    for tail, head, flow in edges:
-        capacity[tail][head] = capacity[tail].get(head, 0.0) + flow
-        capacity[head].setdefault(tail, 0.0)
-    for unit in np.flatnonzero(entry > EPS):
-        capacity[source][int(unit)] = float(entry[unit])
-        capacity[int(unit)][source] = 0.0
-    total = 0.0
-    while True:
-        parent = {source: source}
-        queue = [source]
-        for node in queue:
-            if node == target:
-                break
-            for other, room in capacity[node].items():
-                if room > EPS and other not in parent:
-                    parent[other] = node
-                    queue.append(other)
-        if target not in parent:
-            return frozenset(range(size)).difference(parent) if total < below else None
-        room, node = np.inf, target
-        while node != source:
-            room = min(room, capacity[parent[node]][node])
-            node = parent[node]
-        node = target
-        while node != source:
-            capacity[parent[node]][node] -= room
-            capacity[node][parent[node]] += room
-            node = parent[node]
-        total += room
-        if total >= below:
-            return None

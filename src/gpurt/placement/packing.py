@@ -7,10 +7,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.beam import keeps_rules
 from gpurt.placement.filling import Filling
 from gpurt.placement.instance import Floats, Instance, Ints
-from gpurt.placement.paths import Step
+from gpurt.placement.relaxation import Step
+from gpurt.placement.valuation import keeps_rules
 
 _SPARE = 8
 """Units tried beyond those that hold all layers if they lay in the middle."""

@@ -1,253 +1,261 @@
 """One path through the layers: the relaxation that gives bounds.
 
 A plan is a path: units one after the other, each with its layers, and the way back. Drop the rule that a device is used
-once, and the best path is found by dynamic programming over (layers done, last unit), with every true link, every
-capacity and every position. A price on each class of devices (``prices``), paid per use and refunded once per device,
-pushes the paths to keep the rule; whatever the prices are, the cheapest path less the refund is a lower bound on every
-plan. The way back depends on first and last unit, which a path that forgets its start cannot know: it pays at least
-the cheapest way back of either.
+once, but for what :class:`gpurt.placement.visits.Visits` remembers, and the best path is found by dynamic programming
+over (layers done, state), with every true link, every capacity and every position. A price on each limit
+(``Prices.use``), paid per use and refunded once per device, pushes the paths to keep the rule; whatever the prices are,
+the cheapest path less the refund is a lower bound on every plan.
+
+The way back depends on first and last unit, which a path that forgets its start cannot know. A path pays
+``Prices.home`` of its first unit, and at its end the cheapest of all ways back less the price of where it leads: for a
+plan that is at most its own way back, and good prices make it no less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpurt.placement.instance import Floats, Instance, Ints
+from gpurt.placement.relaxation import Prices, Relaxation, Step
+from gpurt.placement.visits import Visits, forgetful
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A stage by numbers."""
-
-    unit: int
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class Relaxation:
-    """Tables of one set of prices."""
-
-    value: float
-    """Of the cheapest path, prices included; infinite where there is none."""
-    bound: float
-    path: tuple[Step, ...]
-    forward: Floats
-    """``[e, u]``: cheapest way to have ``e`` layers done with u last."""
-    backward: Floats
-    """``[e, u]``: cheapest way to do the rest after that."""
-    onward: Floats
-    """``[s, u]``: cheapest way to do the rest from ``s`` when u is next, without the way to it."""
-    unit_price: Floats
-    prices: Floats
+_BLOCK: Final = 128
+"""Rows of the table of hops looked at together: they stay in the cache."""
+_FIRST: Final = 16
+"""Rows looked at first, to see which others matter."""
 
 
 class PathRelaxation:
     """The dynamic programme over one instance."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, visits: Visits | None = None) -> None:
         self.instance = instance
+        self.visits = visits = visits or forgetful(instance.size)
         self.layers = instance.layers
         cost = instance.cost
         self.width = cost.inner.shape[2] - 1
         self.uses = instance.rows.astype(np.float64)
         self.limits = instance.limits.astype(np.float64)
-        if instance.size:
-            back = np.where(np.isfinite(instance.back), instance.back, np.inf)
-            leave, reach = back.min(axis=1), back.min(axis=0)
-            # Two valid underestimates of the way back; the larger one on the whole costs the path less knowledge.
-            if _mean(leave) >= _mean(reach):
-                self.leave, self.reach = leave, np.zeros_like(reach)
-            else:
-                self.leave, self.reach = np.zeros_like(leave), reach
-        else:
-            self.leave = self.reach = np.zeros(0)
-        self._to = np.ascontiguousarray(instance.hop.transpose(0, 2, 1))
-        self._from = np.ascontiguousarray(instance.hop)
-        self._inner = np.ascontiguousarray(cost.inner.transpose(1, 2, 0))
-        """``[s, n, u]``"""
+        hop = instance.hop
+        if (visits.group >= 0).any():
+            hop = np.where(visits.within()[None], np.inf, hop)
+        self._to = np.ascontiguousarray(hop.transpose(0, 2, 1))
+        self._from = np.ascontiguousarray(hop)
+        self._inner = np.ascontiguousarray(cost.inner.transpose(1, 2, 0)[:, :, visits.unit])
+        """``[b, n, s]``"""
+        self._nearest, self._nearest_to = self._from.min(axis=2), self._to.min(axis=2)
+        self._narrow, self._wide = _split(self._inner)
+        self._last = np.ascontiguousarray(cost.last.T[:, visits.unit])
+        self._ways = instance.hop[:, visits.unit[visits.source], visits.unit[visits.target]]
+        self._by_unit = np.argsort(visits.unit, kind="stable")
+        self._unit_starts = np.searchsorted(visits.unit[self._by_unit], np.arange(instance.size))
+        self._target, self._target_starts = np.unique(visits.target, return_index=True)
+        self._by_source = np.argsort(visits.source, kind="stable")
+        self._source, self._source_starts = np.unique(visits.source[self._by_source], return_index=True)
 
-    def forward(self, unit_price: Floats) -> tuple[Floats, Ints, Floats]:
-        """``[e, u]`` as in :class:`Relaxation`, the unit before each (``[s, u]``), and the entry costs ``[s, u]``."""
-        instance, layers, width = self.instance, self.layers, self.width
-        size = instance.size
-        done = np.full((layers + 1, size), np.inf)
-        entry = np.full((layers + 1, size), np.inf)
-        before = np.zeros((layers + 1, size), dtype=np.int64)
+    def _leave(self, prices: Prices) -> tuple[Floats, Ints]:
+        """``[u]``: what the way back of a path that ends with u costs at least, and where it leads."""
+        ways = self.instance.back - prices.home[None, :]
+        home = ways.argmin(axis=1)
+        return ways[np.arange(len(ways)), home], home
+
+    def _units(self, state: Floats) -> Floats:
+        """``[u]``: least over the states of each unit."""
+        if len(state) == len(self._unit_starts):
+            return state
+        return np.minimum.reduceat(state[self._by_unit], self._unit_starts)
+
+    def _floor(self, prices: Prices, price: Floats, leave: Floats) -> Floats:
+        """``[e]``: what a path costs at least once ``e`` layers are done: every layer at the rate of the cheapest stage
+        per layer, and the cheapest end."""
+        number: Floats = np.arange(1, self.width + 1, dtype=np.float64)[:, None]
+        inner: Floats = self._inner.min(axis=0)[1:] + price
+        rate = float(np.min(inner / number))
+        end: Floats = self._last[1:] + (price + leave)
+        if not np.isfinite(rate):
+            rate = 0.0
+        offset = float(np.min(end - rate * number))
+        return rate * np.arange(self.layers, -1, -1, dtype=np.float64) + offset
+
+    def _extend(self, block: Floats, enter: Floats, start: int) -> None:
+        """``block[n - 1]``: the least of what is there and of a stage of ``n`` layers."""
+        inner = self._inner[0 if self._inner.shape[0] == 1 else start, 1 : len(block) + 1]
+        live = np.flatnonzero(enter < np.inf)
+        if 4 * len(live) < len(enter):
+            block[:, live] = np.minimum(block[:, live], enter[live] + inner[:, live])
+            return
+        narrow = self._narrow
+        np.minimum(block[:narrow], enter + inner[:narrow], out=block[:narrow])
+        wide = self._wide
+        if len(wide) and len(block) > narrow:
+            block[narrow:, wide] = np.minimum(block[narrow:, wide], enter[wide] + inner[narrow:, wide])
+
+    def forward(self, prices: Prices, ceiling: float) -> tuple[Floats, Floats]:
+        """``[e, s]`` as in :class:`Relaxation`, and the entry costs ``[b, s]``."""
+        instance, layers, width, visits = self.instance, self.layers, self.width, self.visits
+        unit_price = self.uses @ prices.use
+        price = unit_price[visits.unit]
+        leave = self._leave(prices)[0][visits.unit]
+        done = np.full((layers + 1, visits.size), np.inf)
+        entry = np.full((layers + 1, visits.size), np.inf)
+        floor = self._floor(prices, price, leave)
         top = min(width, layers - 1)
-        done[1 : top + 1] = (instance.cost.first[:, 1 : top + 1] + (unit_price + self.reach)[:, None]).T
-        rows = np.arange(size)
-        fixed = self._inner.shape[0] == 1
-        last = instance.cost.last.T
+        begin = unit_price + np.where(np.isfinite(instance.back).any(axis=0), prices.home, np.inf)
+        done[1 : top + 1, visits.alone] = (instance.cost.first[:, 1 : top + 1] + begin[:, None]).T
         for start in range(1, layers):
             state = done[start]
-            if not np.isfinite(state).any():
+            state[state + floor[start] >= ceiling] = np.inf
+            lead = self._units(state)
+            if not (lead < np.inf).any():
                 continue
-            table = self._to[instance.boundary[start]] + state
-            found = table.argmin(axis=1)
-            before[start] = found
-            enter = table[rows, found] + unit_price
-            entry[start] = enter
+            kind = instance.boundary[start]
+            enter = entry[start]
+            enter[visits.alone] = _cheapest(self._from[kind], self._nearest[kind], lead)
+            if len(self._target):
+                ways = state[visits.source] + self._ways[kind]
+                near = np.minimum.reduceat(ways, self._target_starts)
+                enter[self._target] = np.minimum(enter[self._target], near)
+            enter += price
+            enter[enter - price + floor[start] >= ceiling] = np.inf
             reach = min(width, layers - 1 - start)
             if reach > 0:
-                block = done[start + 1 : start + reach + 1]
-                np.minimum(block, enter + self._inner[0 if fixed else start, 1 : reach + 1], out=block)
+                self._extend(done[start + 1 : start + reach + 1], enter, start)
             rest = layers - start
             if rest <= width:
-                np.minimum(done[layers], enter + last[rest] + self.leave, out=done[layers])
-        np.minimum(done[layers], instance.cost.whole + unit_price, out=done[layers])
-        return done, before, entry
+                np.minimum(done[layers], enter + self._last[rest] + leave, out=done[layers])
+        done[layers, visits.alone] = np.minimum(done[layers, visits.alone], instance.cost.whole + unit_price)
+        return done, entry
 
-    def backward(self, unit_price: Floats) -> tuple[Floats, Floats]:
-        instance, layers, width = self.instance, self.layers, self.width
-        size = instance.size
-        rest = np.full((layers + 1, size), np.inf)
+    def backward(self, prices: Prices, ceiling: float, entry: Floats) -> tuple[Floats, Floats]:
+        """``[e, s]`` and ``[b, s]``, infinite where a path through is not below the ceiling."""
+        instance, layers, width, visits = self.instance, self.layers, self.width, self.visits
+        price = (self.uses @ prices.use)[visits.unit]
+        leave = self._leave(prices)[0][visits.unit]
+        rest = np.full((layers + 1, visits.size), np.inf)
         rest[layers] = 0.0
-        onward = np.full((layers + 1, size), np.inf)
+        onward = np.full((layers + 1, visits.size), np.inf)
         fixed = self._inner.shape[0] == 1
-        last = instance.cost.last.T
         for start in range(layers - 1, 0, -1):
             reach = min(width, layers - 1 - start)
-            take = np.full(size, np.inf)
+            take = onward[start]
+            live = np.flatnonzero(entry[start] < np.inf)
+            if not len(live):
+                continue
+            if 4 * len(live) > visits.size:
+                live = slice(None)
             if reach > 0:
-                inner = self._inner[0 if fixed else start, 1 : reach + 1]
-                take = (inner + rest[start + 1 : start + reach + 1]).min(axis=0)
+                inner = self._inner[0 if fixed else start, 1 : reach + 1][:, live]
+                take[live] = (inner + rest[start + 1 : start + reach + 1, live]).min(axis=0)
             if layers - start <= width:
-                take = np.minimum(take, last[layers - start] + self.leave)
-            take = take + unit_price
-            onward[start] = take
-            rest[start] = (self._from[instance.boundary[start]] + take).min(axis=1)
+                take[live] = np.minimum(take[live], (self._last[layers - start] + leave)[live])
+            take += price
+            take[entry[start] + take - price >= ceiling] = np.inf
+            kind = instance.boundary[start]
+            after = _cheapest(self._to[kind], self._nearest_to[kind], take[visits.alone])
+            rest[start] = after[visits.unit]
+            if len(self._source):
+                ways = (take[visits.target] + self._ways[kind])[self._by_source]
+                near = np.minimum.reduceat(ways, self._source_starts)
+                rest[start, self._source] = np.minimum(rest[start, self._source], near)
         return rest, onward
 
-    def trace(self, done: Floats, before: Ints, entry: Floats, unit_price: Floats) -> tuple[Step, ...]:
-        """The cheapest path."""
-        instance, layers = self.instance, self.layers
-        unit, end = int(done[layers].argmin()), layers
+    def trace(self, done: Floats, entry: Floats, prices: Prices) -> tuple[tuple[Step, ...], int]:
+        """The cheapest path, and where its way back leads."""
+        instance, layers, visits = self.instance, self.layers, self.visits
+        unit_price = self.uses @ prices.use
+        leave, home = self._leave(prices)
+        state, end = int(done[layers].argmin()), layers
+        last = int(visits.unit[state])
         steps: list[Step] = []
         while True:
-            target = done[end, unit]
-            lead = (
-                instance.cost.whole[unit] + unit_price[unit]
-                if end == layers
-                else (
-                    instance.cost.first[unit, end] + unit_price[unit] + self.reach[unit]
-                    if end <= self.width
-                    else np.inf
-                )
-            )
-            best_start, best = 0, abs(lead - target) if np.isfinite(lead) else np.inf
+            unit = int(visits.unit[state])
+            target = done[end, state]
+            lead = np.inf
+            if state == visits.alone[unit]:
+                if end == layers:
+                    lead = instance.cost.whole[unit] + unit_price[unit]
+                elif end <= self.width:
+                    lead = instance.cost.first[unit, end] + unit_price[unit] + prices.home[unit]
+            begin, best = 0, abs(lead - target) if np.isfinite(lead) else np.inf
             starts = np.arange(max(1, end - self.width), end)
             if len(starts):
                 number = end - starts
                 if end == layers:
-                    step = instance.cost.last[unit, number] + self.leave[unit]
+                    step = instance.cost.last[unit, number] + leave[unit]
                 elif self._inner.shape[0] == 1:
-                    step = self._inner[0, number, unit]
+                    step = self._inner[0, number, state]
                 else:
-                    step = self._inner[starts, number, unit]
-                miss = np.abs(entry[starts, unit] + step - target)
+                    step = self._inner[starts, number, state]
+                miss = np.abs(entry[starts, state] + step - target)
                 miss[np.isnan(miss)] = np.inf
                 place = int(miss.argmin())
                 if miss[place] < best:
-                    best_start = int(starts[place])
-            steps.append(Step(unit, best_start, end))
-            if best_start == 0:
-                return tuple(reversed(steps))
-            unit, end = int(before[best_start, unit]), best_start
+                    begin = int(starts[place])
+            steps.append(Step(unit, begin, end))
+            if begin == 0:
+                return tuple(reversed(steps)), int(home[last]) if len(steps) > 1 else -1
+            state, end = self._before(done[begin], state, begin), begin
 
-    def solve(self, prices: Floats, *, tables: bool = True) -> Relaxation:
-        """Bound under these prices of the classes; ``tables`` False leaves the backward table out."""
-        unit_price = self.uses @ prices
-        if not self.instance.size:
-            empty = np.full((self.layers + 1, 0), np.inf)
-            return Relaxation(np.inf, np.inf, (), empty, empty, empty, unit_price, prices)
-        done, before, entry = self.forward(unit_price)
-        value = float(done[self.layers].min())
-        if not np.isfinite(value):
-            return Relaxation(np.inf, np.inf, (), done, done, done, unit_price, prices)
-        path = self.trace(done, before, entry, unit_price)
-        backward, onward = self.backward(unit_price) if tables else (done, done)
-        return Relaxation(value, value - float(prices @ self.limits), path, done, backward, onward, unit_price, prices)
+    def _before(self, state: Floats, after: int, start: int) -> int:
+        """The state from which ``after`` is entered most cheaply."""
+        visits, kind = self.visits, self.instance.boundary[start]
+        unit = int(visits.unit[after])
+        best, value = -1, np.inf
+        low, high = np.searchsorted(visits.target, [after, after + 1])
+        if low < high:
+            ways = state[visits.source[low:high]] + self._ways[kind, low:high]
+            place = int(ways.argmin())
+            best, value = int(visits.source[low + place]), ways[place]
+        if after == visits.alone[unit]:
+            ways = state + self._to[kind, unit][visits.unit]
+            place = int(ways.argmin())
+            if ways[place] < value:
+                best = place
+        return best
 
-    def improve(
-        self,
-        target: Callable[[], float],
-        *,
-        rounds: int,
-        stop: Callable[[], bool],
-        prices: Floats | None = None,
-        gap: float = 1e-4,
-        on_path: Callable[[Relaxation], None] | None = None,
-    ) -> tuple[Floats, float]:
-        """Raise the bound by subgradient steps. Returns the best prices and their bound.
+    def solve(self, prices: Prices, *, tables: bool = True, limit: float = np.inf) -> Relaxation:
+        """Bound under these prices; ``tables`` False leaves the backward table out.
 
-        ``target`` is the value of the best plan so far (infinite while there is none).
+        Only plans below ``limit`` are looked at: what cannot be part of one is infinite in the tables, and the bound is
+        no higher than the limit.
         """
-        classes = len(self.limits)
-        current = np.zeros(classes) if prices is None else prices.copy()
-        best_prices, best = current.copy(), -np.inf
-        scale, since = 1.0, 0
-        direction = np.zeros(classes)
-        for _ in range(rounds):
-            found = self.solve(current, tables=False)
-            if not np.isfinite(found.value):
-                return current, np.inf
-            if on_path is not None:
-                on_path(found)
-            if found.bound > best + 1e-12:
-                best, best_prices, since = found.bound, current.copy(), 0
-            else:
-                since += 1
-            goal = target()
-            if not np.isfinite(goal):
-                goal = abs(best) * 1.1 + 1e-9
-            if goal - best <= gap * abs(goal) or stop():
-                break
-            used = np.zeros(classes)
-            for step in found.path:
-                used += self.uses[step.unit]
-            excess = used - self.limits
-            excess[(current <= 0) & (excess < 0)] = 0.0
-            if not excess.any():
-                break
-            # A share of the last direction damps the zigzag of plain subgradients.
-            direction = 0.6 * direction + excess
-            direction[(current <= 0) & (direction < 0)] = 0.0
-            norm = float(direction @ direction)
-            if norm == 0:
-                direction = excess
-                norm = float(excess @ excess)
-            if since >= 8:
-                scale, since = scale * 0.6, 0
-                current = best_prices.copy()
-                direction[:] = 0
-                if scale < 1e-3:
-                    break
-                continue
-            current = np.maximum(0.0, current + direction * (scale * max(goal - found.bound, 1e-12) / norm))
-        return best_prices, best
+        refund = float(prices.use @ self.limits)
+        ceiling = limit + refund
+        unit_price = self.uses @ prices.use
+        if self.instance.size:
+            done, entry = self.forward(prices, ceiling)
+            value = float(done[self.layers].min())
+        else:
+            done = entry = np.full((self.layers + 1, 0), np.inf)
+            value = np.inf
+        path, home = self.trace(done, entry, prices) if value < np.inf else ((), -1)
+        backward, onward = self.backward(prices, ceiling, entry) if tables and value < np.inf else (done, done)
+        value = min(value, ceiling)
+        return Relaxation(
+            value, value - refund, refund, path, home, done, backward, onward, unit_price, prices, self.visits
+        )
 
 
-def useful_units(relaxation: Relaxation, limit: float) -> NDArray[np.bool_]:
-    """Units that some plan cheaper than ``limit`` may use: the others are left out safely."""
-    through = (relaxation.forward + relaxation.backward).min(axis=0)
-    return through < limit + relaxation.value - relaxation.bound
+def _cheapest(table: Floats, least: Floats, lead: Floats) -> Floats:
+    """``min over i of lead[i] + table[i, :]``; ``least`` is the least of each row of the table."""
+    few = min(_FIRST, len(lead))
+    first = np.argpartition(lead, few - 1)[:few]
+    best = (table[first] + lead[first][:, None]).min(axis=0)
+    # Rows that begin so late that they cannot be the cheapest anywhere are left out.
+    live = np.flatnonzero(lead + least < best.max())
+    for begin in range(0, len(live), _BLOCK):
+        mine = live[begin : begin + _BLOCK]
+        np.minimum(best, (table[mine] + lead[mine][:, None]).min(axis=0), out=best)
+    return best
 
 
-def useful_arcs(instance: Instance, relaxation: Relaxation, limit: float) -> NDArray[np.bool_]:
-    """``[u, v]``: a plan cheaper than ``limit`` may go from u to v."""
-    best = np.full((instance.size, instance.size), np.inf)
-    for start in range(1, instance.layers):
-        lead = relaxation.forward[start]
-        if np.isfinite(lead).any():
-            np.minimum(best, lead[:, None] + instance.hop_at(start) + relaxation.onward[start][None, :], out=best)
-    return best < limit + relaxation.value - relaxation.bound
-
-
-def _mean(values: Floats) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else 0.0
+def _split(inner: Floats) -> tuple[int, Ints]:
+    """A number of layers that holds most states, and the states that hold more."""
+    most = np.where(np.isfinite(inner).any(axis=0), np.arange(inner.shape[1])[:, None], 0).max(axis=0, initial=0)
+    width = inner.shape[1] - 1
+    # A layer of the few costs several times as much as one of all, since they do not lie together.
+    cost = [len(most) * narrow + 6 * int((most - narrow).clip(0).sum()) for narrow in range(width + 1)]
+    narrow = int(np.argmin(cost))
+    return narrow, np.flatnonzero(most > narrow)

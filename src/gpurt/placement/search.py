@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gpurt.placement.beam import keeps_rules
 from gpurt.placement.filling import Filling
 from gpurt.placement.instance import Floats, Instance
-from gpurt.placement.paths import Step
+from gpurt.placement.relaxation import Step
+from gpurt.placement.valuation import keeps_rules
 
 _TRIED = 24
 """Neighbours filled exactly per round, the most promising first."""
