@@ -127,13 +127,17 @@ def test_explain_says_what_is_left_out_what_limits_and_what_would_help(files: Fi
 
 
 def test_no_plan_is_exit_code_one_with_reasons(files: Files) -> None:
-    code, said = files.place("--max-stages", "1")
+    code, said = files.place("--max-stages", "1", "--exclude", "n0000")
     assert code == 1
-    assert said.startswith("no plan for synthetic: ")
-    assert "left out, n9/d0: lost: fell off the bus" in said
+    assert said.startswith("No plan for synthetic: ")
+    assert re.search(r"^Left out, .*n0000.* is excluded: n0000/d0", said, re.MULTILINE)
+    assert "Any one of these changes makes it possible:" in said
+    assert "Not usable at all, n9/d0: lost: fell off the bus." in said
     code, said = files.place("--max-stages", "1", "--json")
     assert code == 1
-    assert json.loads(said.splitlines()[-1]).keys() == {"constraint", "message", "report"}
+    told = json.loads(said.splitlines()[-1])
+    assert told["constraint"] == told["report"]["constraint"] == "max_stages"
+    assert told["report"]["relaxations"]
 
 
 def test_every_rule_reaches_the_plan(files: Files) -> None:
@@ -275,12 +279,13 @@ def test_a_snapshot_of_a_cluster_is_a_cluster_too(tmp_path: Path) -> None:
     nodes = {
         "n1": NodeRecord(node="n1", state=NodeState.HEALTHY, **common),  # type: ignore[arg-type]
         "n2": NodeRecord(node="n2", state=NodeState.LOST, **common),  # type: ignore[arg-type]
+        "n3": NodeRecord(node="n3", state=NodeState.HEALTHY, draining=True, **common),  # type: ignore[arg-type]
     }
     file = tmp_path / "snapshot.json"
     file.write_text(ClusterSnapshot(nodes=nodes).model_dump_json())
     found = place_inputs.read_inventory(str(file))
     assert [each.id for each in found.devices] == ["n1/GPU-a"]
-    assert found.left_out == {"n2/GPU-a": "its node is lost"}
+    assert found.left_out == {"n2/GPU-a": "its node is lost", "n3/GPU-a": "its node is draining"}
     file.write_text(json.dumps({"nodes": {"n1": {}}}))
     with pytest.raises(GPUError, match="is no snapshot of a cluster: nodes"):
         place_inputs.read_inventory(str(file))

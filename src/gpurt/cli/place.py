@@ -119,14 +119,13 @@ class _Placed:
         from rich.text import Text
 
         from gpurt.cli.discovered import make_console
-        from gpurt.cli.place_picture import render, render_sentences
+        from gpurt.cli.place_picture import render, render_lines
 
         console = make_console()
         for part in render(plan, self.inventory):
             console.print(part, soft_wrap=isinstance(part, Text))
         if self.args.explain:
-            console.print()
-            for line in render_sentences(self._explanation(plan)):
+            for line in render_lines(("", "why:", *(f"- {text}" for text in self._explanation(plan)))):
                 console.print(line, soft_wrap=True)
         sys.stdout.flush()
 
@@ -144,22 +143,18 @@ class _Placed:
 
     def _show_infeasible(self, error: InfeasiblePlacement) -> None:
         from gpurt.cli.discovered import make_console
-        from gpurt.cli.place_picture import render_sentences
+        from gpurt.cli.place_picture import render_lines
 
         if self.args.json:
             report = error.report and error.report.model_dump(mode="json")
             _write(json.dumps({"constraint": error.constraint, "message": error.message, "report": report}))
             return
         console = make_console()
-        for line in render_sentences(self._reasons(error), head=f"no plan for {self.model.name}: {error.message}"):
+        left_out = [f"Not usable at all, {name}: {reason}." for name, reason in self.inventory.left_out.items()]
+        why = error.message if error.report is None else error.report.explain()
+        for line in render_lines((*why.splitlines(), *left_out)):
             console.print(line, soft_wrap=True)
         sys.stdout.flush()
-
-    def _reasons(self, error: InfeasiblePlacement) -> Sequence[str]:
-        from gpurt.placement.explanation import explain_left_out
-
-        told = explain_left_out(self.model, self.inventory.devices, self.constraints, self.inventory.left_out)
-        return told if error.report is None else (*error.report.explain().splitlines(), *told)
 
 
 def _write(line: str) -> None:

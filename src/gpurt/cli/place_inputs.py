@@ -94,20 +94,21 @@ def save_inventory(path: str, inventory: Inventory) -> None:
 
 
 def inventory_of_snapshot(snapshot: ClusterSnapshot) -> Inventory:
-    """Every device of a master's view; those of nodes that are away are left out with that as the reason."""
+    """Every device of a master's view, with what lies on it already and the links that nodes have measured; those of
+    nodes that are away are left out with that as the reason."""
     from gpurt.cluster.records import NodeState
+    from gpurt.cluster.topology import topology_from_view
 
-    devices = {
-        (name, key): record.device
-        for name in sorted(snapshot.nodes)
-        for key, record in snapshot.nodes[name].devices.items()
-    }
+    nodes = [node for _, node in sorted(snapshot.nodes.items())]
+    devices = {(node.node, key): record.device for node in nodes for key, record in node.devices.items()}
     away = {
-        place: f"its node is {node.state.value}"
-        for place in devices
-        if (node := snapshot.nodes[place[0]]).state is not NodeState.HEALTHY
+        (node.node, key): "its node is draining" if node.state is NodeState.HEALTHY else f"its node is {node.state}"
+        for node in nodes
+        if not node.offers_devices
+        for key in node.devices
     }
-    return inventory_of(devices, away=away)
+    found = inventory_of(devices, away=away, resident=snapshot.resident)
+    return found.model_copy(update={"topology": topology_from_view(snapshot, found.devices)})
 
 
 async def live_inventory(config: MasterConfig, *, engine: EventEngine | None = None) -> Inventory:

@@ -156,8 +156,6 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text, MAX_LINE), style=style)
 
 
-def render_sentences(sentences: Sequence[str], *, head: str = "why:") -> Iterator[Text]:
-    """An explanation, a line each; terminals wrap them."""
-    yield _line(head, "bold")
-    for text in sentences:
-        yield _line(f"- {text}")
+def render_lines(lines: Sequence[str]) -> Iterator[Text]:
+    """Sentences; terminals wrap them."""
+    return map(_line, lines)

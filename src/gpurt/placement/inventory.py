@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import Field
 
-from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, devices_from_view
+from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, ResidentRange, devices_from_view
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.topology import Link, Topology
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
@@ -38,6 +38,7 @@ def inventory_of(
     *,
     away: Mapping[tuple[str, str], str] | None = None,
     links: Iterable[MeasuredLink] = (),
+    resident: Mapping[tuple[str, str], tuple[ResidentRange, ...]] | None = None,
     reserve: float = DEFAULT_RESERVE,
 ) -> Inventory:
     """From records of devices, by (node, stable key).
@@ -47,11 +48,12 @@ def inventory_of(
         away: of some of them why their node rules them out, whatever they say of themselves.
         links: measured between devices of one node (:mod:`gpurt.links`); those of other devices and those without
             figures are passed over.
+        resident: layers that lie on devices already.
         reserve: share of the usable memory that is left free.
     """
     reasons = {place: (away or {}).get(place) or _unusable(device) for place, device in devices.items()}
     usable = {place: device for place, device in devices.items() if reasons[place] is None}
-    kept = devices_from_view(usable, reserve=reserve)
+    kept = devices_from_view(usable, reserve=reserve, resident=resident)
     return Inventory(
         devices=kept,
         topology=Topology(links=tuple(_measured(links, kept))),
