@@ -137,7 +137,7 @@ async def test_what_fails_is_told_and_the_rest_is_measured(cluster: Cluster) -> 
         cluster.engine, picture, [("n1", "n2"), ("n1", "n3"), ("n1", "n1"), ("n1", "n9"), ("n9", "n1")], budget=SMALL
     )
     assert set(outcome.measured) == {("n1", "n3")}
-    assert "cannot be reached" in outcome.failed["n1", "n2"]
+    assert "cannot be measured" in outcome.failed["n1", "n2"]
     assert "itself" in outcome.failed["n1", "n1"]
     assert "n9" in outcome.failed["n1", "n9"]
     assert "n9" in outcome.failed["n9", "n1"]
@@ -264,7 +264,7 @@ async def test_the_end_of_the_server_ends_what_is_under_way(server: tuple[Slot, 
     assert await answer_of(reader) == b""
     assert slot.take()
     writer.transport.abort()
-    with pytest.raises(ClusterError, match="cannot be reached"):
+    with pytest.raises(ClusterError, match="cannot be measured"):
         await probe_link("n2", endpoint, SMALL)
 
 

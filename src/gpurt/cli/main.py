@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "worker": ("gpurt.cli.worker", "run a worker node: publish this machine's devices to a master"),
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
     "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster: its authority, its hub, its nodes"),
+    "links": ("gpurt.cli.links_command", "the ways between the nodes of a cluster: round trip and bandwidth"),
     "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),
     "place": ("gpurt.cli.place", "place a model on the devices of a cluster: which layers where, how fast, and why"),
     "demo": ("gpurt.cli.demo", "a master and two workers on this machine, for a few seconds"),

@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=byte_count,
         help="first copy this many random bytes to the first device and back, e.g. 256M, and say how fast",
     )
+    parser.add_argument(
+        "--link-address",
+        metavar="HOST[:PORT]",
+        help="where other nodes measure their way to this one (default: the address towards the master, any free port)",
+    )
     parser.add_argument("--json", action="store_true", help="what happens as JSON lines on stdout")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     add_metrics(parser)
@@ -68,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             endpoint=protected.chosen(args.connect, identity and identity.endpoint, DEFAULT_ENDPOINT),
             tls=args.tls,
             insecure=args.insecure,
+            link_address=args.link_address,
             registry_path=args.registry,
             simulate=args.simulate,
             backends=args.backend,

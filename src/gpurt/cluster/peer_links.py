@@ -16,8 +16,8 @@ WEIGHT: Final = 0.3
 
 
 class PeerLink(BaseModel):
-    """From the node that tells it to ``peer``, over TCP, as the worker's process gets it: with TLS where the cluster
-    has certificates, and with whatever else the two loops do. A lower bound of what the wire can do."""
+    """From the node that tells it to ``peer``, over one TCP connection between the two, with TLS where the cluster has
+    certificates. A lower bound of what the wire can do."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
