@@ -161,19 +161,19 @@ async def test_c60_a_driver_that_never_opens_is_given_up_at_its_deadline() -> No
 
 async def test_c61_what_one_backend_does_costs_another_none_of_its_attempts(tmp_path: Path) -> None:
     crash, absent = Failure(ReasonCode.CRASHED, "signal 11"), Failure(ReasonCode.NO_DRIVER, "not loaded")
-    host = Host(cuda=crash, rocm=absent)
+    host = Host(cuda=crash, opencl=absent)
     registry = tmp_path / "registry.json"
     async with host.service(registry) as service:
         await service.discover_all_devices()
-        host.shows["rocm"] = [card(0, backend="rocm", vendor="amd")]
+        host.shows["opencl"] = [card(0, backend="opencl", vendor="amd")]
         for _ in range(4):
             await service.discover_all_devices()
-        host.shows["rocm"] = absent
+        host.shows["opencl"] = absent
         await service.discover_all_devices()
     document = await asyncio.to_thread(RegistryFile(registry).load)
     assert document is not None
     assert document.attempts["cuda"].failures == 6
-    assert document.attempts["rocm"].failures == 1
+    assert document.attempts["opencl"].failures == 1
 
 
 def test_c62_neither_way_of_evidence_alone_decides() -> None:
