@@ -70,7 +70,12 @@ class Arithmetic:
 
         async def measured(kernel: Kernel, np: Any) -> float:
             args = (source, self._memory, np.uint64(words))
-            return await rate(self._clock, words * sources.WORD_BYTES, lambda: self._launch(kernel, blocks, args))
+            return await rate(
+                self._clock,
+                words * sources.WORD_BYTES,
+                lambda: self._launch(kernel, blocks, args),
+                idle=lambda: self._launch(kernel, 1, (source, self._memory, np.uint64(1))),
+            )
 
         return await self._figure(sources.READ, sources.SOURCES, measured)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -15,11 +14,11 @@ from gpurt.calibration.arithmetic import FATAL, Arithmetic, Figure
 from gpurt.calibration.keep import keep_calibrations, kept_calibrations
 from gpurt.calibration.rate import Clock
 from gpurt.calibration.transfers import file_loads, fill, host_copies, weights_file, within
-from gpurt.errors import BackendClosed, DeviceNotFound, GPUError, OutOfRange, Unsupported, WrongLoop
+from gpurt.errors import BackendClosed, DeviceLost, DeviceNotFound, GPUError, OutOfRange, Unsupported, WrongLoop
 from gpurt.memory.handles import brief, whole_number
 from gpurt.registry.records import CalibrationRecord, utc_now
 from gpurt.telemetry.readers import backend_reader
-from gpurt.types import DeviceSpeeds, GPUDevice, MemoryHandle
+from gpurt.types import DeviceSpeeds, GPUDevice
 
 REVISION: Final = 1
 """Of what the figures mean: those of another revision are measured anew."""
@@ -184,7 +183,7 @@ async def _measure(
         read = await arithmetic.read(source)
         single = await arithmetic.multiply_add()
         matrices = await arithmetic.multiply_matrices()
-        loads = await _loads(backend, [(source, target)], directory, clock)
+    loads = await _loads(backend, [device_id], nbytes, directory, clock)
     notes = dict.fromkeys(each.note for each in (read, single, matrices, loads) if each.note)
     return DeviceSpeeds(
         backend=device.backend,
@@ -201,15 +200,11 @@ async def _measure(
 
 
 async def _loads(
-    backend: GPUBackend,
-    targets: list[tuple[MemoryHandle, MemoryHandle]],
-    directory: str | os.PathLike[str] | None,
-    clock: Clock,
+    backend: GPUBackend, device_ids: list[str], nbytes: int, directory: str | os.PathLike[str] | None, clock: Clock
 ) -> Figure:
-    nbytes = min(handle.size_bytes for pair in targets for handle in pair)
     try:
         async with weights_file(directory, nbytes) as path:
-            return Figure(await file_loads(backend, path, nbytes, targets, clock))
+            return Figure(await file_loads(backend, path, nbytes, device_ids, clock))
     except FATAL:
         raise
     except (OSError, GPUError) as exc:
@@ -228,16 +223,9 @@ async def _together(
     if len(fresh) < 2:
         return results
     try:
-        async with contextlib.AsyncExitStack() as stack:
-            targets: list[tuple[MemoryHandle, MemoryHandle]] = []
-            for device_id in fresh:
-                nbytes = await _affordable(backend, device_id, max_bytes)
-                pair = [await stack.enter_async_context(backend.allocation(device_id, nbytes)) for _ in range(2)]
-                targets.append((pair[0], pair[1]))
-            together = await _loads(backend, targets, directory, clock)
-    except (BackendClosed, WrongLoop):
-        raise
-    except GPUError as exc:
+        nbytes = min([await _affordable(backend, device_id, max_bytes) for device_id in fresh])
+        together = await _loads(backend, fresh, nbytes, directory, clock)
+    except DeviceLost as exc:
         together = Figure(None, f"loading to {len(fresh)} devices at once: {exc}")
 
     def told(result: Calibration) -> Calibration:

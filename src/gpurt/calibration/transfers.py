@@ -18,6 +18,8 @@ from gpurt.types import MemoryHandle
 
 COPY_BYTES: Final = 64 << 20
 """Of one copy with the host, and of page-locked memory that is taken for it."""
+LITTLE: Final = 4096
+"""A copy of so many bytes is what any copy costs beside its bytes."""
 PATTERN_BYTES: Final = 1 << 20
 
 
@@ -44,16 +46,31 @@ async def host_copies(backend: GPUBackend, handle: MemoryHandle, clock: Clock) -
         else:
             stack.callback(buffer.close)
             memory = buffer.memory
-        stack.callback(memory.release)
-        there = await rate(clock, nbytes, lambda: backend.copy_to_device(memory, handle))
-        back = await rate(clock, nbytes, lambda: backend.copy_into(handle, memory))
+        little = memory[:LITTLE]
+        there = await rate(
+            clock,
+            nbytes - LITTLE,
+            lambda: backend.copy_to_device(memory, handle),
+            idle=lambda: backend.copy_to_device(little, handle),
+        )
+        back = await rate(
+            clock,
+            nbytes - LITTLE,
+            lambda: backend.copy_into(handle, memory),
+            idle=lambda: backend.copy_into(handle, little),
+        )
     return there, back
 
 
 async def within(backend: GPUBackend, source: MemoryHandle, target: MemoryHandle, clock: Clock) -> float:
     """Bytes/s of a copy within the device, reads and writes counted."""
     nbytes = min(source.size_bytes, target.size_bytes)
-    return await rate(clock, 2 * nbytes, lambda: backend.copy_device_to_device(source, target, nbytes))
+    return await rate(
+        clock,
+        2 * (nbytes - LITTLE),
+        lambda: backend.copy_device_to_device(source, target, nbytes),
+        idle=lambda: backend.copy_device_to_device(source, target, LITTLE),
+    )
 
 
 @contextlib.asynccontextmanager
@@ -93,20 +110,25 @@ def _remove(writing: asyncio.Future[Path]) -> None:
         writing.result().unlink(missing_ok=True)
 
 
-async def file_loads(
-    backend: GPUBackend, path: Path, nbytes: int, targets: Sequence[tuple[MemoryHandle, MemoryHandle]], clock: Clock
-) -> float:
-    """Bytes/s from the file to all of these devices at once, each filling two allocations at a time, as
-    :func:`gpurt.weights.load_safetensors` does; the sum."""
+async def file_loads(backend: GPUBackend, path: Path, nbytes: int, device_ids: Sequence[str], clock: Clock) -> float:
+    """Bytes/s from the file to all of these devices at once; the sum.
+
+    As :func:`gpurt.weights.load_safetensors` does it: into new memory, which on a host comes at the rate of page
+    faults, and into two allocations of a device at a time.
+    """
     half = nbytes // 2
 
-    async def load() -> None:
-        await asyncio.gather(
-            *(
-                backend.load_file(path, handle, file_offset=position * half, size_bytes=half)
-                for pair in targets
-                for position, handle in enumerate(pair)
-            )
-        )
+    async def load_half(device_id: str, position: int) -> None:
+        async with backend.allocation(device_id, half) as handle:
+            await backend.load_file(path, handle, file_offset=position * half, size_bytes=half)
 
-    return await rate(clock, 2 * half * len(targets), load)
+    async def load() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for device_id in device_ids:
+                    for position in (0, 1):
+                        group.create_task(load_half(device_id, position))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the others were cut short by it, or fail alike
+
+    return await rate(clock, 2 * half * len(device_ids), load, at_once=1)
