@@ -16,6 +16,7 @@ LETTERS = {
     "I": range(39, 42),
     "L": range(42, 47),
     "E": range(47, 50),
+    "P": range(50, 57),
     "C": range(57, 64),
 }
 IDS = [f"{letter}{number:02d}" for letter, numbers in LETTERS.items() for number in numbers]
@@ -53,7 +54,7 @@ def names_in(path: Path) -> set[str]:
 
 def test_every_number_is_there_in_order() -> None:
     assert list(rows()) == IDS
-    assert len(IDS) == 56
+    assert len(IDS) == 63
 
 
 def test_every_row_is_whole() -> None:
