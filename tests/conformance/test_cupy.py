@@ -10,7 +10,6 @@ import pytest
 from gpurt.backend import GPUBackend
 from gpurt.testing import BackendConformance
 from gpurt.testing.kit.base import load_factory, shutdown_quietly
-from tests.conformance.test_backends import POOL_HIDES_THE_DRIVER
 from tests.support.cupy_backends import stand_in_cuda, stand_in_hip
 from tests.support.fake_cuda import FakeRuntime
 
@@ -50,4 +49,3 @@ class TestCUDAPooled(Conformance):
     install = staticmethod(stand_in_cuda)
     factory = "tests.support.cupy_backends:cuda_pooled"
     stand_in = "stand-in for CuPy's CUDA runtime, in host memory"
-    unsupported = POOL_HIDES_THE_DRIVER

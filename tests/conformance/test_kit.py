@@ -23,6 +23,7 @@ from tests.support.reference_driver import ReferenceDriver
 
 class Mine(BackendConformance):
     driver_class = ReferenceDriver
+    runs_kernels = False
 
     @pytest.fixture
     async def backend(self):

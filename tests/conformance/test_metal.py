@@ -12,6 +12,7 @@ from tests.support import metal_backends
 
 class TestMetal(Conformance):
     factory = "tests.support.metal_backends:cpu"
+    runs_kernels = False
     one_loop = True
     large_bytes = 64 << 20
 
@@ -19,6 +20,7 @@ class TestMetal(Conformance):
 @pytest.mark.slow
 class TestMetalOnAnEmulatedMac(Conformance):
     factory = "tests.support.metal_backends:emulated"
+    runs_kernels = False
     one_loop = True
     large_bytes = 64 << 20
 

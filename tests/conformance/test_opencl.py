@@ -6,7 +6,6 @@ import pytest
 
 from gpurt.driver import Driver
 from gpurt.testing import DriverConformance
-from tests.conformance.test_backends import POOL_HIDES_THE_DRIVER
 from tests.conformance.test_backends import Conformance as _Conformance
 from tests.support import opencl_backends
 
@@ -22,7 +21,6 @@ class TestOpenCLPooled(_Conformance):
     factory = "tests.support.opencl_backends:pooled"
     one_loop = True
     large_bytes = 16 << 20
-    unsupported = POOL_HIDES_THE_DRIVER
 
 
 class TestOpenCLDriver(DriverConformance):

@@ -12,6 +12,7 @@ from tests.support import tflite_backends
 
 class TestLiteRT(Conformance):
     factory = "tests.support.tflite_backends:litert_cpu"
+    runs_kernels = False
     one_loop = True
     large_bytes = 16 << 20
 
@@ -19,6 +20,7 @@ class TestLiteRT(Conformance):
 @pytest.mark.slow
 class TestInterpreter(Conformance):
     factory = "tests.support.tflite_backends:interpreter_cpu"
+    runs_kernels = False
     one_loop = True
     large_bytes = 16 << 20
 
@@ -26,6 +28,7 @@ class TestInterpreter(Conformance):
 @pytest.mark.slow
 class TestMemoryOfAGPU(Conformance):
     factory = "tests.support.tflite_backends:fake_gpu"
+    runs_kernels = False
     one_loop = True
     large_bytes = 16 << 20
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import pytest
 
 from gpurt.driver import Driver
@@ -17,6 +14,7 @@ from tests.support import vulkan_backends
 
 class TestVulkanMapped(_Conformance):
     factory = "tests.support.vulkan_backends:mapped"
+    runs_kernels = False
     one_loop = True
     large_bytes = 16 << 20
 
@@ -24,6 +22,7 @@ class TestVulkanMapped(_Conformance):
 @pytest.mark.slow  # below is what depends on how bytes move; the rest is the same code as above
 class TestVulkanStaged(_Conformance):
     factory = "tests.support.vulkan_backends:staged"
+    runs_kernels = False
     one_loop = True
     large_bytes = 16 << 20
 
@@ -32,11 +31,6 @@ class TestVulkanStagedCopies(CopyTests, DeviceToDeviceTests, ViewTests, Concurre
     factory = "tests.support.vulkan_backends:staged"
     one_loop = True
     large_bytes = 16 << 20
-    unsupported: ClassVar[Mapping[str, str]] = {
-        "test_view_keeps_its_handle": "memory that is not mapped cannot be viewed",
-        "test_view_that_does_not_fit": "memory that is not mapped cannot be viewed",
-        "test_view_sees_what_was_submitted_before": "memory that is not mapped cannot be viewed",
-    }
     backend = _Conformance.backend
 
 

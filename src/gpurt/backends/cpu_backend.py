@@ -10,6 +10,7 @@ from gpurt.backend import GPUBackend
 from gpurt.backends.cpu.budget import CPUBudget
 from gpurt.backends.cpu.kernels import LANGUAGES, CPUKernels
 from gpurt.backends.cpu.record import cpu_devices, cpu_telemetry
+from gpurt.backends.host_copy import copy_host
 from gpurt.driver import Driver
 from gpurt.shell import DriverBackend
 from gpurt.types import Capabilities, GPUDevice, Telemetry
@@ -94,7 +95,7 @@ class CPUDriver(Driver):
             return
         import numpy as np
 
-        np.copyto(mem[offset : offset + len(src)], np.frombuffer(src, np.uint8))
+        copy_host(mem[offset : offset + len(src)], np.frombuffer(src, np.uint8))
 
     def read(self, index: int, mem: Array, offset: int, dst: memoryview) -> None:
         if len(dst) <= UNDER_THE_GIL:
@@ -102,14 +103,12 @@ class CPUDriver(Driver):
             return
         import numpy as np
 
-        np.copyto(np.frombuffer(dst, np.uint8), mem[offset : offset + len(dst)])
+        copy_host(np.frombuffer(dst, np.uint8), mem[offset : offset + len(dst)])
 
     def copy(
         self, src_index: int, src: Array, src_offset: int, dst_index: int, dst: Array, dst_offset: int, nbytes: int
     ) -> None:
-        import numpy as np
-
-        np.copyto(dst[dst_offset : dst_offset + nbytes], src[src_offset : src_offset + nbytes])
+        copy_host(dst[dst_offset : dst_offset + nbytes], src[src_offset : src_offset + nbytes])
 
     def sync(self, index: int) -> None: ...
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from gpurt.backend import GPUBackend
 from gpurt.backends.host_budget import HostBudget
+from gpurt.backends.host_copy import copy_host
 from gpurt.backends.vulkan.device import OpenVulkanDevice
 from gpurt.backends.vulkan.instance import VulkanInstance
 from gpurt.backends.vulkan.library import closed_nodes, hidden, kind_of, load_library, refusal
@@ -116,7 +117,7 @@ class VulkanDriver(Driver):
 
         target = np.frombuffer(dst, np.uint8)
         if mem.array is not None and mem.cached:
-            np.copyto(target, mem.array[offset : offset + len(target)])
+            copy_host(target, mem.array[offset : offset + len(target)])
             return
         stream = self._stream(index)
         try:
@@ -220,9 +221,7 @@ class VulkanDriver(Driver):
 
     def _put(self, index: int, mem: Memory, offset: int, source: NDArray[np.uint8]) -> None:
         if mem.array is not None:
-            import numpy as np
-
-            np.copyto(mem.array[offset : offset + len(source)], source)
+            copy_host(mem.array[offset : offset + len(source)], source)
             return
         stream = self._stream(index)
         try:

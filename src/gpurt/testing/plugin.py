@@ -96,7 +96,12 @@ def _say_that_nothing_runs(name: str, cls: type, config: pytest.Config) -> NoRet
     raise pytest.fail.Exception(message, pytrace=False) from None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    without = [item for item in items if _needs_kernels(item) and not getattr(_class_of(item), "runs_kernels", True)]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        dropped = set(without)
+        items[:] = [item for item in items if item not in dropped]
     for item in items:
         cls = _class_of(item)
         if cls is None:
@@ -107,6 +112,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"unsupported: {why}"))
         elif (why := _match(item, expected_failures)) is not None:
             item.add_marker(pytest.mark.xfail(reason=why, strict=True))
+
+
+def _needs_kernels(item: pytest.Item) -> bool:
+    return "kernel" in getattr(item, "fixturenames", ())
 
 
 def _expectations(cls: type, attribute: str) -> Mapping[str, str]:

@@ -33,6 +33,9 @@ class ConformanceBase:
     factory: ClassVar[str | None] = None
     """``"package.module:callable"``, returning a new backend that is not initialised. Enables the tests that need
     a process of their own (exit, fork) and the stateful model test."""
+    runs_kernels: ClassVar[bool] = True
+    """False for a library that runs none: the tests that launch one are not collected, and a test shows that it
+    refuses."""
     large_bytes: ClassVar[int] = 256 << 20
     """Size of the copies beside which the event loop must keep running."""
 
@@ -57,10 +60,11 @@ class ConformanceBase:
 
     @pytest.fixture
     def second_device_id(self, backend: GPUBackend, device_id: str) -> str:
+        """Another device; the same again where there is one only, since the same must hold for it."""
         for device in backend.devices:
             if device.usable and device.device_id != device_id:
                 return device.device_id
-        pytest.skip("one device only")
+        return device_id
 
     @pytest.fixture
     def shell(self, backend: GPUBackend) -> DriverBackend:
@@ -103,6 +107,12 @@ def usage(backend: GPUBackend, device_id: str) -> Any:
     """The ledger's entry of one device; None where the backend has no ledger."""
     ledger = getattr(backend, "ledger", None)
     return None if ledger is None else ledger.usage(device_id)
+
+
+def keeps_freed(backend: GPUBackend, device_id: str) -> bool:
+    """A freed block stays with gpurt for the next allocation: the driver has no part in ``deallocate``."""
+    statistics = getattr(backend, "pool_statistics", None)
+    return statistics is not None and statistics(device_id).limit_bytes > 0
 
 
 async def assert_nothing_live(backend: GPUBackend, probe: DriverProbe | None = None) -> None:

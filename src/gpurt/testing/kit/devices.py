@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import DeviceNotFound, OutOfRange
+from gpurt.errors import DeviceNotFound, OutOfMemory, OutOfRange
 from gpurt.testing.kit.base import ConformanceBase, usage
 from gpurt.types import Capabilities, GPUDevice
 
@@ -108,13 +108,15 @@ class DeviceTests(ConformanceBase):
         self, backend: GPUBackend, device_id: str, capabilities: Capabilities
     ) -> None:
         if capabilities.max_allocation_bytes is None:
-            pytest.skip("no largest allocation is claimed")
+            # Nothing but the memory itself is a limit.
+            with pytest.raises(OutOfMemory):
+                await backend.allocate(device_id, 1 << 60)
+            return
         with pytest.raises(OutOfRange):
             await backend.allocate(device_id, capabilities.max_allocation_bytes + 1)
 
-    async def test_ledger_limit_is_visible(self, backend: GPUBackend, device_id: str) -> None:
-        entry = usage(backend, device_id)
-        if entry is None or entry.limit_bytes is None:
-            pytest.skip("no limit is set")
+    async def test_available_memory_is_within_every_limit(self, backend: GPUBackend, device_id: str) -> None:
         info = await backend.get_device_memory_info(device_id)
-        assert info.available_bytes <= entry.limit_bytes
+        entry = usage(backend, device_id)
+        limits = [info.total_bytes] if entry is None or entry.limit_bytes is None else [entry.limit_bytes]
+        assert info.available_bytes <= min(limits)

@@ -92,9 +92,11 @@ class KernelTests(ConformanceBase):
         for language in sorted(capabilities.kernels):
             if language in self.kernel_sources:
                 return self.kernel_sources[language]
-        if capabilities.kernels:
-            pytest.skip(f"the kit has no kernel in {', '.join(sorted(capabilities.kernels))}: see kernel_sources")
-        pytest.skip("this library runs no kernels")
+        pytest.fail(
+            f"the kit has no kernel in {', '.join(sorted(capabilities.kernels))}: see kernel_sources"
+            if capabilities.kernels
+            else "this library runs no kernels: say so with `runs_kernels = False`"
+        )
 
     @pytest_asyncio.fixture
     async def kernel(self, backend: GPUBackend, device_id: str, source: str) -> Kernel:
@@ -104,12 +106,14 @@ class KernelTests(ConformanceBase):
             pytest.skip(str(exc))
 
     async def test_claim_kernels(self, backend: GPUBackend, device_id: str, capabilities: Capabilities) -> None:
+        assert bool(capabilities.kernels) == self.runs_kernels
         if capabilities.kernels:
             with pytest.raises((CompileFailed, Unsupported)):
                 await backend.compile(device_id, "this is no program", "missing")
             return
         with pytest.raises(Unsupported):
             await backend.compile(device_id, FIELD_ADD["c"], "field_add")
+        assert await backend.execute_kernel("field_add", 1, 64, ()) is False
 
     @pytest.mark.parametrize("count", [1 << 16, 1000, 65])
     async def test_kernel_writes_what_it_should(
