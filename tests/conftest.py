@@ -35,6 +35,7 @@ WIDE = (
     "drivers/test_tflite",
     "drivers/test_vulkan",
     "examples/",
+    "integrations/test_exo_placement.py",
     "memory/test_soak.py",
     "placement/",
     "problems/",

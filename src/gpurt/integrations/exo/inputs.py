@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from gpurt.placement.errors import InvalidPlacementInput
 
@@ -113,7 +115,7 @@ class ExoNode:
         return sum(model.capacity(part.available_bytes) for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExoRequest:
     """What is asked for, and what there is.
 
@@ -146,6 +148,8 @@ class ExoRequest:
         for name in sorted(self.required - set(names)):
             raise InvalidPlacementInput(f"unknown node {name!r}", field="required")
 
-    def is_leaf(self, node: str) -> bool:
-        """It reaches at most one other node."""
-        return sum(source == node for source, _ in self.edges) <= 1
+    @cached_property
+    def leaves(self) -> frozenset[str]:
+        """Nodes that reach at most one other node."""
+        reached = Counter(source for source, _ in self.edges)
+        return frozenset(node.id for node in self.nodes if reached[node.id] <= 1)

@@ -71,7 +71,7 @@ class Ring:
 def preference(request: ExoRequest, node: ExoNode) -> tuple[bool, float, float, int]:
     """Greater is better: a leaf of the network, then what it has downloaded, then speed, then room."""
     speed = max((part.memory_bandwidth or 0.0 for part in node.parts), default=0.0)
-    return request.is_leaf(node.id), node.downloaded, speed, node.room
+    return node.id in request.leaves, node.downloaded, speed, node.room
 
 
 def smallest_ring(
@@ -171,7 +171,7 @@ class _Question:
             return unit * (
                 1
                 + scale
-                * (_NOT_A_LEAF * (not self.request.is_leaf(node.id)) + _NOT_THERE * (1 - node.downloaded) + less)
+                * (_NOT_A_LEAF * (node.id not in self.request.leaves) + _NOT_THERE * (1 - node.downloaded) + less)
             )
 
         cost = {node.id: into(node) for node in nodes}
