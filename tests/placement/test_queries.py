@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from enum import Enum, StrEnum
 from statistics import quantiles
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -183,12 +183,12 @@ def test_a_question_about_a_hundred_devices_is_answered_within_a_millisecond() -
         for index in range(100)
     ]
     seconds: list[float] = []
-    for _ in range(1000):
-        begin = perf_counter()
+    for _ in range(2000):
+        begin = thread_time()
         assert get_optimal_device(many, 24, 20, ["nvidia", "amd", "intel"]) is not None
-        seconds.append(perf_counter() - begin)
-    # The best tenth: the rest is what else the machine does.
-    assert quantiles(seconds, n=10)[0] < 1e-3, sorted(seconds)[::100]
+        seconds.append(thread_time() - begin)
+    # Time of this thread: what else the machine does is not asked.
+    assert quantiles(seconds, n=100)[98] < 1e-3
 
 
 def test_cards_of_the_rack_are_what_they_seem() -> None:

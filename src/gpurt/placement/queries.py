@@ -8,11 +8,11 @@ operations a second, in the data type that the device's rate is of.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import isfinite
-from typing import Final, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
@@ -88,28 +88,24 @@ def choose_device(
     Raises:
         InvalidPlacementInput: a requirement is negative or no number, or the data type or policy is unknown.
     """
-    _check("memory_requirement_gb", memory_requirement_gb)
-    _check("compute_requirement_tflops", compute_requirement_tflops or 0.0)
-    try:
-        policy = Policy(policy)
-    except ValueError:
-        names = ", ".join(each.value for each in Policy)
-        raise InvalidPlacementInput(f"{policy!r} is none of {names}", field="policy") from None
-    ranks = _ranks(preferred_vendors)
-    wanted = None if backends is None else frozenset(backends)
-    dtype = None if precision is None else known_dtype(precision, "precision")
+    wanted = _wanted(
+        memory_requirement_gb,
+        compute_requirement_tflops,
+        preferred_vendors,
+        precision,
+        backends,
+        policy,
+        accept_estimates,
+    )
     fits: list[PlacementDevice] = []
     refused: dict[str, tuple[str, ...]] = {}
     for device in devices:
-        reasons = _against(
-            device, memory_requirement_gb * GB, compute_requirement_tflops, dtype, wanted, accept_estimates
-        )
+        reasons = tuple(wanted.against(device))
         if reasons:
-            refused[device.id] = tuple(reasons)
+            refused[device.id] = reasons
         else:
             fits.append(device)
-    fits.sort(key=lambda device: _order(device, policy, ranks))
-    return DeviceChoice(tuple(fits), refused, policy)
+    return DeviceChoice(tuple(sorted(fits, key=wanted.order)), refused, wanted.policy)
 
 
 def get_optimal_device(
@@ -127,16 +123,18 @@ def get_optimal_device(
 
     ``choose_device(…).explain()`` says why it is this one, and why not each of the others.
     """
-    return choose_device(
-        devices,
+    wanted = _wanted(
         memory_requirement_gb,
         compute_requirement_tflops,
         preferred_vendors,
-        precision=precision,
-        backends=backends,
-        policy=policy,
-        accept_estimates=accept_estimates,
-    ).device
+        precision,
+        backends,
+        policy,
+        accept_estimates,
+    )
+    # Asked for every request of a scheduler: no more than what decides.
+    fits = (device for device in devices if next(wanted.against(device), None) is None)
+    return min(fits, key=wanted.order, default=None)
 
 
 def get_optimal_device_placement(
@@ -195,31 +193,75 @@ def get_cross_vendor_capabilities(devices: Iterable[PlacementDevice]) -> CrossVe
     )
 
 
-def _against(
-    device: PlacementDevice,
-    need_bytes: float,
-    tflops: float | None,
-    dtype: str | None,
-    backends: frozenset[str] | None,
+class _Wanted(NamedTuple):
+    need_bytes: float
+    flops: float
+    dtype: str | None
+    backends: frozenset[str] | None
+    policy: Policy
+    ranks: Mapping[str, int]
+    """Of vendors."""
+    accept_estimates: bool
+
+    def against(self, device: PlacementDevice) -> Iterator[str]:
+        """Every requirement that it does not meet, in words."""
+        have = device.budget_bytes
+        if have < self.need_bytes:
+            yield f"{self.need_bytes / GB:.2f} GB are needed, it has {have / GB:.2f}"
+        if self.flops:
+            if device.compute_flops < self.flops:
+                yield f"{self.flops / TFLOPS:g} TFLOPS are needed, it has {device.compute_flops / TFLOPS:.3g}"
+            elif "compute_flops" in device.estimated and not self.accept_estimates:
+                yield "its arithmetic rate is not measured"
+        if self.dtype is not None:
+            if device.dtypes is None and not self.accept_estimates:
+                yield f"nobody tells whether it computes in {self.dtype}"
+            elif device.dtypes is not None and self.dtype not in device.dtypes:
+                yield f"it does not compute in {self.dtype}"
+        if self.backends is not None and device.backend not in self.backends:
+            yield f"its backend is {device.backend}"
+
+    def order(self, device: PlacementDevice) -> tuple[object, ...]:
+        """The lowest is best."""
+        rank = self.ranks.get(device.vendor.lower(), len(self.ranks)) if self.ranks else 0
+        size, rate, bandwidth = device.budget_bytes, device.compute_flops, device.memory_bandwidth
+        match self.policy:
+            case Policy.SMALLEST:
+                by = size, -rate, -bandwidth
+            case Policy.FASTEST:
+                by = -rate, -bandwidth, size
+            case Policy.MOST_FREE:
+                by = -size, -rate, -bandwidth
+        return rank, device.kind in PROCESSORS, *by, device.id
+
+
+def _wanted(
+    memory_requirement_gb: float,
+    compute_requirement_tflops: float | None,
+    preferred_vendors: Sequence[str | Enum] | None,
+    precision: str | None,
+    backends: Iterable[str] | None,
+    policy: Policy | str,
     accept_estimates: bool,
-) -> list[str]:
-    """Every requirement that it does not meet."""
-    reasons: list[str] = []
-    if device.budget_bytes < need_bytes:
-        reasons.append(f"{need_bytes / GB:.2f} GB are needed, it has {device.budget_bytes / GB:.2f}")
-    if tflops:
-        if device.compute_flops < tflops * TFLOPS:
-            reasons.append(f"{tflops:g} TFLOPS are needed, it has {device.compute_flops / TFLOPS:.3g}")
-        elif "compute_flops" in device.estimated and not accept_estimates:
-            reasons.append("its arithmetic rate is not measured")
-    if dtype is not None:
-        if device.dtypes is None and not accept_estimates:
-            reasons.append(f"nobody tells whether it computes in {dtype}")
-        elif device.dtypes is not None and dtype not in device.dtypes:
-            reasons.append(f"it does not compute in {dtype}")
-    if backends is not None and device.backend not in backends:
-        reasons.append(f"its backend is {device.backend}")
-    return reasons
+) -> _Wanted:
+    tflops = compute_requirement_tflops or 0.0
+    for field, value in (("memory_requirement_gb", memory_requirement_gb), ("compute_requirement_tflops", tflops)):
+        if not isfinite(value) or value < 0:
+            raise InvalidPlacementInput(f"{value!r} is no amount", field=field)
+    try:
+        policy = Policy(policy)
+    except ValueError:
+        names = ", ".join(each.value for each in Policy)
+        raise InvalidPlacementInput(f"{policy!r} is none of {names}", field="policy") from None
+    return _Wanted(
+        memory_requirement_gb * GB,
+        tflops * TFLOPS,
+        None if precision is None else known_dtype(precision, "precision"),
+        None if backends is None else frozenset(backends),
+        policy,
+        _ranks(preferred_vendors),
+        accept_estimates,
+    )
 
 
 def _ranks(vendors: Sequence[str | Enum] | None) -> dict[str, int]:
@@ -230,19 +272,3 @@ def _ranks(vendors: Sequence[str | Enum] | None) -> dict[str, int]:
         value = name.value if isinstance(name, Enum) else name
         ranks.setdefault(str(value).lower(), len(ranks))
     return ranks
-
-
-def _order(device: PlacementDevice, policy: Policy, ranks: Mapping[str, int]) -> tuple[object, ...]:
-    rank = ranks.get(device.vendor.lower(), len(ranks))
-    speed = (-device.compute_flops, -device.memory_bandwidth)
-    by: tuple[float, ...] = {
-        Policy.SMALLEST: (device.budget_bytes, *speed),
-        Policy.FASTEST: (*speed, device.budget_bytes),
-        Policy.MOST_FREE: (-device.budget_bytes, *speed),
-    }[policy]
-    return (rank, device.kind in PROCESSORS, *by, device.id)
-
-
-def _check(field: str, value: float) -> None:
-    if not isfinite(value) or value < 0:
-        raise InvalidPlacementInput(f"{value!r} is no amount", field=field)
