@@ -48,6 +48,15 @@ class NatsServer:
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
 
+    @classmethod
+    def configured(cls, text: str) -> NatsServer:
+        """With a configuration file of this content."""
+        made = cls()
+        path = Path(made._folder.name, "nats.conf")
+        path.write_text(text)
+        made._arguments = ("-c", str(path))
+        return made
+
     @property
     def endpoint(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
@@ -74,6 +83,10 @@ class NatsServer:
         if process is not None:
             process.send_signal(signal.SIGKILL)
             process.wait(10)
+
+    def forget(self) -> None:
+        """Lose the store."""
+        shutil.rmtree(Path(self._folder.name, "jetstream"))
 
     def end(self) -> None:
         self.kill()

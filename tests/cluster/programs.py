@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 
+from gpurt.cluster.endpoints import engine_at
 from gpurt.cluster.master import MasterConfig, run_master
 from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
@@ -29,7 +30,7 @@ async def hub(endpoint: str) -> None:
 
 async def node(endpoint: str, name: str) -> None:
     """Joins, publishes one event, stays."""
-    engine = ZenohEngine(cluster="test", endpoint=endpoint)
+    engine = engine_at(endpoint, cluster="test")
     await engine.start()
     await engine.join(name, encode_snapshot(snapshot(node=name, seq=1)))
     await engine.publish(event_bytes(1, node=name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -24,6 +25,7 @@ from gpurt.cluster.changes import ChangeKind
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, Envelope, EventKind
 from gpurt.cluster.errors import BusClosed, ClusterError, InvalidName, MalformedEvent, NoAnswer
 from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.readings import MAX_READINGS_BYTES
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
@@ -232,6 +234,33 @@ async def test_an_ended_subscription_costs_nothing_and_others_go_on(bus: Bus) ->
     assert await take(second, 1) == [NodeUp("n1")]
 
 
+async def test_a_state_and_an_event_of_the_largest_size_arrive_whole(bus: Bus) -> None:
+    node, observer = await bus.node(), await bus.observer()
+    whole, event = random.Random(1).randbytes(MAX_STATE_BYTES), random.Random(2).randbytes(MAX_EVENT_BYTES)
+    subscription = await observer.subscribe()
+    await node.join("n1", whole)
+    assert await take(subscription, 1) == [NodeUp("n1")]
+    assert await observer.snapshot("n1", timeout=10) == (StateReply("n1", whole),)
+    await node.publish(event)
+    assert await take(subscription, 1) == [EventReceived("n1", event)]
+
+
+async def test_readings_reach_who_follows_them_until_it_ends(bus: Bus) -> None:
+    node, observer = await bus.node(), await bus.observer()
+    heard: list[tuple[str, bytes]] = []
+    stop = await observer.follow_telemetry(lambda name, payload: heard.append((name, payload)))
+    await node.join("n1", b"")
+    async with asyncio.timeout(10):
+        while not heard:  # the way to the observer may not be known yet, and nobody repeats readings
+            await node.publish_telemetry(b"one")
+            await asyncio.sleep(0.01)
+    assert set(heard) == {("n1", b"one")}
+    with pytest.raises(MalformedEvent, match=str(MAX_READINGS_BYTES)):
+        await node.publish_telemetry(bytes(MAX_READINGS_BYTES + 1))
+    await stop()
+    await stop()
+
+
 # The observer over it
 
 
@@ -347,6 +376,36 @@ async def test_a_malformed_snapshot_is_asked_for_again(bus: Bus) -> None:
         assert watch.view.node("n1") is None
         await node.set_state(state(3))
         await until(lambda: watch.seq == 3)
+
+
+async def test_snapshots_that_race_with_events_lose_and_repeat_nothing(bus: Bus) -> None:
+    """Observers join all the time, and ask again and again, while events go out."""
+    node = await bus.node()
+    await node.join("n1", state())
+    told = 0
+
+    async def publish() -> None:
+        nonlocal told
+        for told in range(1, 301):
+            await tell(node, told)
+            await asyncio.sleep(0.002)
+
+    async def watch_from_here(engine: EventEngine) -> None:
+        async with watching(engine, resync_interval_s=0.02) as watch:
+            await until(lambda: watch.seq == 300, "the last event")
+            numbers = [event.position.seq for event in watch.seen]
+            assert numbers == sorted(set(numbers))
+            # Behind the first snapshot, an event is applied or contained in a later one.
+            counters = watch.observer.counters("n1")
+            assert counters.applied == len(numbers)
+            assert watch.view.snapshot().nodes["n1"].seq == 300
+
+    async with asyncio.TaskGroup() as group:
+        publishing = group.create_task(publish())
+        for number in range(5):
+            engine = await bus.observer()
+            group.create_task(watch_from_here(engine))
+            await until(lambda number=number: told >= 40 * number or publishing.done())
 
 
 async def test_a_restarted_node_is_followed_into_its_new_epoch(bus: Bus) -> None:

@@ -7,7 +7,6 @@ that have ended since. States and commands are questions to the node itself, so 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -24,7 +23,7 @@ from gpurt.cluster.bus import (
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, NoAnswer
 from gpurt.cluster.keys import ANY, COMMAND, EVENTS, STATE, check_name
-from gpurt.cluster.nats_link import NatsLink, in_task, plain
+from gpurt.cluster.nats_link import NatsLink, in_task, plain, within
 from gpurt.cluster.nats_membership import NatsMembership, Tokens
 from gpurt.cluster.nats_node import ENDED, LEFT, NatsNode
 from gpurt.cluster.nats_outbox import NatsOutbox
@@ -43,8 +42,6 @@ T = TypeVar("T")
 
 GOODBYE_S: Final = 1.0
 """How long the last events and the word that a node ends may take."""
-
-_log = logging.getLogger("gpurt.cluster.nats")
 
 
 class NatsEngine:
@@ -124,7 +121,7 @@ class NatsEngine:
         for subscription in self._subscriptions:
             subscription.close()
         try:
-            await _within(GOODBYE_S, self._end(node, ENDED))
+            await within(GOODBYE_S, self._end(node, ENDED))
         finally:
             await link.close()
             self._subscriptions.clear()
@@ -134,7 +131,7 @@ class NatsEngine:
     async def _connected(self, client: Any) -> None:
         # All at once: what is added from now on is declared by who adds it.
         self._client = client
-        parts = [*self._subscriptions, *self._readings, self._membership, self._node, self._outbox]
+        parts = [self._membership, *self._subscriptions, *self._readings, self._node, self._outbox]
         may_create = self._protection is None or self._protection.role is Role.MASTER
         await have_stream(client, self._cluster, self.settings, may_create=may_create)
         for part in parts:
@@ -162,13 +159,13 @@ class NatsEngine:
             await self._declare(joined.connected)
         except BaseException:
             self._node = None
-            await _within(GOODBYE_S, joined.end(ENDED))
+            await within(GOODBYE_S, joined.end(ENDED))
             raise
 
     async def leave(self) -> None:
         node, self._node = self._node, None
         if node is not None and self._link is not None:
-            await _within(GOODBYE_S, self._end(node, LEFT))
+            await within(GOODBYE_S, self._end(node, LEFT))
 
     async def _end(self, node: NatsNode | None, word: bytes) -> None:
         """The word comes last: who hears it has what was published before, or can have it."""
@@ -218,9 +215,9 @@ class NatsEngine:
         subscription = NatsSubscription(self._cluster, self.settings, self._unsubscribe)
         self._subscriptions.append(subscription)
         try:
-            await self._declare(subscription.connected)
             for node in (await self._members()).nodes:
                 subscription.post(NodeUp(node))
+            await self._declare(subscription.connected)
         except BaseException:
             await self._unsubscribe(subscription)
             raise
@@ -302,18 +299,3 @@ class NatsEngine:
             raise
         except (OSError, nats.errors.Error) as exc:
             raise BusUnavailable(f"the NATS server at {self.endpoint} refused: {plain(exc)}") from exc
-
-
-async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
-    """Go on without what takes longer, or fails because the connection does."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-    finally:
-        task.cancel()
-        task.add_done_callback(_report)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (exc := task.exception()) is not None:
-        _log.info("the end of a node could not be told: %r", exc)

@@ -42,6 +42,21 @@ async def in_task(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Go on without what takes longer, or fails because the connection does."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+        task.add_done_callback(_report)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (exc := task.exception()) is not None:
+        _log.info("the end of a node could not be told: %r", exc)
+
+
 class NatsLink:
     """
     Args:
@@ -132,10 +147,10 @@ class NatsLink:
 
         async def on_error(exc: Exception) -> None:
             self._why = plain(exc)
-            if client.is_connected:
-                _log.warning("the NATS server at %s: %s", self._endpoint, self._why)
-            else:
+            if not client.is_connected:
                 self._say("is not there yet; waiting for it", self._why)
+            elif not isinstance(exc, OSError | nats.errors.StaleConnectionError):  # the end, which is told below
+                _log.warning("the NATS server at %s: %s", self._endpoint, self._why)
 
         async def on_closed() -> None:
             if not ended.done():

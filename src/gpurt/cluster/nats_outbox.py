@@ -52,6 +52,7 @@ class NatsOutbox:
         self._window = 1
         self._refused = False
         self._news = asyncio.Event()
+        self._progress = asyncio.Event()
         self._sending: asyncio.Task[None] | None = None
         self.dropped = 0
         """Events that no server has got, because there was none for too long."""
@@ -71,7 +72,8 @@ class NatsOutbox:
     async def flush(self) -> None:
         """Wait until nothing is left, or there is no server."""
         while self._sending is not None and self._by_number:
-            await asyncio.shield((self._waiting or self._sent)[-1].kept)
+            self._progress.clear()
+            await self._progress.wait()
 
     async def connected(self, client: Any) -> None:
         """Send what is there, and from now on what comes, over ``client``."""
@@ -86,6 +88,7 @@ class NatsOutbox:
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
+        self._progress.set()
         self._again()
         self._keep()
 
@@ -103,6 +106,7 @@ class NatsOutbox:
     def _done(self, event: _Event) -> None:
         del self._by_number[event.number]
         self._bytes -= len(event.payload)
+        self._progress.set()
         event.let_go()
 
     def _again(self) -> None:

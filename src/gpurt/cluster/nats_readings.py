@@ -33,6 +33,7 @@ class NatsReadings:
 
     async def connected(self, client: Any) -> None:
         self._subscription = await client.subscribe(subject(self._cluster, ANY, TELEMETRY), cb=self._take)
+        await client.flush()  # until the server knows
         self._client = client
 
     async def end(self) -> None:
