@@ -47,10 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time", metavar="S", type=seconds, default=TIME_S, help="seconds to search at most (default: %(default)s)"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--quantisation", metavar="NAME", help="of the weights, where a config.json does not say: q4_k_m"
-    )
-    parser.add_argument("--dtype", metavar="NAME", help="of computation, where a config.json does not say: bfloat16")
+    parser.add_argument("--quantisation", metavar="NAME", help="of the weights, in place of the config.json's: q4_k_m")
+    parser.add_argument("--dtype", metavar="NAME", help="of computation, in place of the config.json's: bfloat16")
     parser.add_argument("--registry", metavar="PATH", help="of this machine (default: in the user's state directory)")
     place_rules.add_arguments(parser)
     parser.add_argument(
