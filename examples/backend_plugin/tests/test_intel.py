@@ -25,6 +25,7 @@ class TestIntelDriver(DriverConformance):
 
 class TestIntelBackend(BackendConformance):
     factory = "test_intel:create"
+    runs_kernels = False
     large_bytes = 16 << 20
 
     @pytest_asyncio.fixture
