@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpurt.cluster import committer as committer_module
 from gpurt.cluster.assignment import Assignment, Refusal, assignments_of
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, EventEngine
 from gpurt.cluster.changes import ChangeKind
@@ -18,7 +20,7 @@ from gpurt.cluster.commands import Assign, Step, request_drain, request_rediscov
 from gpurt.cluster.commit_result import CommitStatus
 from gpurt.cluster.committer import PlacementCommitter, latest_version
 from gpurt.cluster.epoch import Epoch
-from gpurt.cluster.errors import ClusterError
+from gpurt.cluster.errors import ClusterError, NoAnswer
 from gpurt.cluster.fence import Fence
 from gpurt.cluster.node_assignments import NodeAssignments
 from gpurt.cluster.observer import ClusterObserver
@@ -29,7 +31,7 @@ from gpurt.cluster.shards import ShardState
 from gpurt.cluster.view import MasterView
 from gpurt.placement import InvalidPlan, PlanVersion, ResidentRange, devices_from_view
 from gpurt.types import DeviceState
-from tests.cluster.conftest import Bus
+from tests.cluster.conftest import Bus, InProcess
 from tests.cluster.plans import Loader, plan
 from tests.cluster.support import HOST_A, device, result, until
 
@@ -139,6 +141,11 @@ async def test_a_plan_is_loaded_everywhere_and_seen(cluster: Cluster) -> None:
     }
     assert placed["n1/GPU-n1-0"] == (ResidentRange(model="llama", start=0, end=4),)
     assert placed["n1/GPU-n1-1"] == ()
+    assert picture.held_bytes("llama")["n2", "GPU-n2-0"] == 3 << 30
+    assert picture.held_bytes("other") == {}
+    full = {key: each.model_copy(update={"memory_available": 0}) for key, each in picture.available_devices.items()}
+    room = {each.id: each.usable_bytes for each in devices_from_view(full, held=picture.held_bytes("llama"))}
+    assert (room["n1/GPU-n1-0"], room["n1/GPU-n1-1"]) == (4 << 30, 0)
     assert latest_version(picture, "llama") == cluster.committer.committed("llama") == v(1)
     assert latest_version(picture, "other") is None
     changes.close()
@@ -360,6 +367,109 @@ async def test_a_node_that_was_away_at_the_decision_gets_its_part_later(
     assert outcome.unconfirmed == ("n1",)
     await cluster.loaded("n1", v(1))
     assert len(one.loader.calls) == 1
+
+
+async def test_an_offer_that_was_called_off_does_not_keep_the_plan_before_from_being_sent_again(
+    cluster: Cluster,
+) -> None:
+    """The later version was promised, and was never decided."""
+    one = await cluster.node("n1")
+    await cluster.committer.commit(plan(BOTH[0]), v(1))
+    await cluster.loaded("n1", v(1))
+    assert not (await cluster.committer.commit(plan(*BOTH), v(2))).committed
+    await one.stop()
+    await until(lambda: cluster.state("n1") is NodeState.LEFT, "the goodbye")
+    await cluster.node("n1")
+    await cluster.loaded("n1", v(1))
+    # But the number is spent, and what was followed later is not followed by what came before.
+    assert (await send_assignment(cluster.engine, "n1", part(v(2), end=3), Step.OFFER)).reason is Refusal.STALE_VERSION
+    assert (await cluster.committer.commit(plan(BOTH[0]), v(3))).committed
+    for step in (Step.OFFER, Step.ACTIVATE):
+        assert (await send_assignment(cluster.engine, "n1", part(v(1)), step)).reason is Refusal.STALE_VERSION
+
+
+async def test_a_node_that_ends_takes_nothing_more(cluster: Cluster) -> None:
+    one = await cluster.node("n1")
+    one.loader.gate.clear()
+    await cluster.committer.commit(plan(BOTH[0]), v(1))
+    await until(lambda: one.loader.running, "the load")
+    await one.assignments.aclose()
+    assert [each.version for each in one.loader.cancelled] == [v(1)]
+    outcome = await cluster.committer.commit(plan(BOTH[0]), v(2))
+    assert outcome.refused["n1"].reason is Refusal.NO_LOADER
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_is_lost_on_the_way_every_node_ends_with_what_was_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Commands or their answers are lost or doubled, old ones come again, nodes are started again. No node ever loads
+    what was not decided, and in the end each follows the last plan that was."""
+    monkeypatch.setattr(committer_module, "AGAIN_FIRST_S", 0.001)
+    bus = InProcess(False)
+    made = Cluster(bus, tmp_path)
+    made.engine = await bus.observer()
+    observer, ready = ClusterObserver(made.engine, made.view), asyncio.Event()
+    made.committer = PlacementCommitter(made.engine, made.view)
+    chance, command, faults = random.Random(seed), made.engine.command, [True]
+    recorded: list[tuple[str, bytes]] = []
+
+    async def faulty(node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
+        recorded.append((node, payload))
+        kind = chance.random() if faults[0] else 1.0
+        if kind < 0.15:
+            raise NoAnswer("lost on its way")
+        answer = await command(node, payload, timeout=timeout)
+        if kind < 0.3:
+            raise NoAnswer("the answer was lost")
+        if kind < 0.5:
+            with suppress(ClusterError):  # somebody else's copy; its node may be away
+                await command(*chance.choice(recorded))
+        return answer
+
+    monkeypatch.setattr(made.engine, "command", faulty)
+    tasks = [asyncio.create_task(observer.run(ready.set)), asyncio.create_task(made.committer.run())]
+    await ready.wait()
+    names = ["n1", "n2", "n3"]
+    decided: dict[PlanVersion, dict[str, Assignment]] = {}
+    loaded: list[tuple[str, Assignment]] = []
+    for name in names:
+        await made.node(name)
+    for number in range(1, 31):
+        chosen = chance.sample(names, chance.randint(1, 3))
+        stages = [(f"{node}/GPU-{node}-{chance.randint(0, 1)}", 2 * i, 2 * i + 2) for i, node in enumerate(chosen)]
+        outcome = await made.committer.commit(plan(*stages), v(number))
+        if outcome.committed:
+            decided[v(number)] = assignments_of(plan(*stages), v(number))
+        if chance.random() < 0.2:
+            name = chance.choice(names)
+            loaded += [(name, each) for each in made.nodes[name].loader.calls]
+            await made.nodes[name].stop()
+            await made.node(name)
+    faults[0] = False
+    last = max(decided)
+    for name in names:
+        wanted = decided[last].get(name)
+
+        def right(name: str = name, wanted: Assignment | None = wanted) -> bool:
+            follows = made.nodes[name].assignments.assignment("llama")
+            shard = made.shard(name)
+            if wanted is None:
+                return shard is None
+            return follows == wanted and shard is not None and shard.state is ShardState.LOADED
+
+        await until(right, f"plan {last} at {name}")
+    loaded += [(name, each) for name, node in made.nodes.items() for each in node.loader.calls]
+    for name, each in loaded:
+        assert each.version in decided, "loaded what was not decided"
+        parts = decided[each.version]
+        assert each == parts[name] if name in parts else not each.stages
+    assert len(decided) >= 3
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    await bus.aclose()
 
 
 # Draining

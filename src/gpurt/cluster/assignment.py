@@ -92,7 +92,7 @@ class Assignment(BaseModel):
     def resident(self) -> tuple[ResidentLayers, ...]:
         """What lies on each device once it is loaded."""
         return tuple(
-            ResidentLayers(device=each.device, start=stage.start, end=stage.end)
+            ResidentLayers(device=each.device, start=stage.start, end=stage.end, bytes=each.total_bytes)
             for stage in self.stages
             for each in stage.devices
         )
@@ -184,7 +184,8 @@ def kept_of(resident: tuple[ResidentLayers, ...], assigned: tuple[ResidentLayers
         new = wanted.get(old.device)
         start, end = (0, 0) if new is None else (max(old.start, new.start), min(old.end, new.end))
         if start < end:
-            kept.append(ResidentLayers(device=old.device, start=start, end=end))
+            whole = (start, end) == (old.start, old.end)
+            kept.append(ResidentLayers(device=old.device, start=start, end=end, bytes=old.bytes if whole else None))
     return tuple(kept)
 
 

@@ -45,7 +45,12 @@ _log = logging.getLogger("gpurt.cluster.committer")
 class _Decided:
     version: PlanVersion
     parts: Mapping[str, Assignment]
-    """By node; those that have to let go of what an earlier plan gave them are among them."""
+    """By node."""
+    release: Assignment
+    """For every other node that holds something of the instance."""
+
+    def part(self, node: str) -> Assignment:
+        return self.parts.get(node, self.release)
 
 
 class PlacementCommitter:
@@ -94,11 +99,13 @@ class PlacementCommitter:
             result = CommitResult(instance=name, version=version, status=CommitStatus.ABORTED, answers=offered)
             _log.warning("%s", result.message)
             return result
-        release = release_of(plan, version, instance=instance)
-        parts |= {node: release for node in _holders(self._view.snapshot(), name) - parts.keys()}
-        if (before := self.committed(name)) is None or before <= version:
-            self._decided[name] = _Decided(version, parts)
-        activated = await self._all(parts, Step.ACTIVATE)
+        decided = _Decided(version, parts, release_of(plan, version, instance=instance))
+        before = self._decided.get(name)
+        if before is None or before.version <= version:
+            self._decided[name] = decided
+        earlier: Iterable[str] = () if before is None else before.parts
+        others = _holders(self._view.snapshot(), name, earlier) - parts.keys()
+        activated = await self._all({node: decided.part(node) for node in (*parts, *sorted(others))}, Step.ACTIVATE)
         result = CommitResult(instance=name, version=version, status=CommitStatus.COMMITTED, answers=activated)
         _log.info("%s", result.message)
         if result.superseded_by is not None:
@@ -174,23 +181,24 @@ class PlacementCommitter:
 
     def _misses(self, node: str, instance: str, decided: _Decided) -> bool:
         """The node is there and does not follow the plan that was decided."""
-        record, part = self._view.node(node), decided.parts.get(node)
-        if part is None or record is None or record.state is not NodeState.HEALTHY:
+        record = self._view.node(node)
+        if record is None or record.state is not NodeState.HEALTHY:
             return False
         shard = record.placement.shard(instance)
         if shard is None:
-            return bool(part.stages)
+            return node in decided.parts
         return shard.version < decided.version
 
     async def _send_until_heard(self, node: str, instance: str) -> None:
         pause = AGAIN_FIRST_S
         while (decided := self._decided.get(instance)) is not None and self._misses(node, instance, decided):
-            answer = await self._send(node, decided.parts[node], Step.ACTIVATE)
+            answer = await self._send(node, decided.part(node), Step.ACTIVATE)
             if answer.accepted:
                 return
             if answer.refused:
                 _log.warning("node %s refuses plan %s of %s: %s", node, decided.version, instance, answer.message)
-                if answer.reason in (Refusal.STALE_TERM, Refusal.STALE_VERSION):
+                later = answer.reason in (Refusal.STALE_TERM, Refusal.STALE_VERSION)
+                if later and self._decided.get(instance) is decided:
                     self.forget(instance)
                 return
             await asyncio.sleep(pause)
@@ -204,6 +212,12 @@ def latest_version(snapshot: ClusterSnapshot, instance: str) -> PlanVersion | No
     return max((shard.version for shard in shards if shard is not None), default=None)
 
 
-def _holders(snapshot: ClusterSnapshot, instance: str) -> set[str]:
-    """Nodes that hold parts of it; also of those that are away, which will have lost them or be told when back."""
-    return {name for name, node in snapshot.nodes.items() if node.placement.shard(instance) is not None}
+def _holders(snapshot: ClusterSnapshot, instance: str, earlier: Iterable[str]) -> set[str]:
+    """Healthy nodes that hold parts of it, or were given some (``earlier``) and have not told yet. One that is away is
+    not waited for: it is told when it is back."""
+    given = set(earlier)
+    return {
+        name
+        for name, node in snapshot.nodes.items()
+        if node.state is NodeState.HEALTHY and (name in given or node.placement.shard(instance) is not None)
+    }

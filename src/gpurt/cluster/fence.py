@@ -12,7 +12,7 @@ import logging
 from typing import Final
 
 from gpurt.cluster.errors import StaleTerm
-from gpurt.cluster.promises import Promised, PromiseFile, Promises
+from gpurt.cluster.promises import InstancePromises, Promised, PromiseFile, Promises
 from gpurt.cluster.shards import MAX_INSTANCES
 from gpurt.errors import GPUError
 from gpurt.offload import off_loop
@@ -53,8 +53,8 @@ class Fence:
     def draining(self) -> bool:
         return self._promises.draining
 
-    def promised(self, instance: str) -> Promised | None:
-        """The latest plan of ``instance`` that was agreed to, by this run or an earlier one."""
+    def promised(self, instance: str) -> InstancePromises | None:
+        """The latest plans of ``instance`` that were agreed to, by this run or an earlier one."""
         return self._promises.instances.get(instance)
 
     async def admit(self, term: int) -> bool:
@@ -70,20 +70,24 @@ class Fence:
             await self._keep(self._promises.model_copy(update={"term": term}))
             return True
 
-    async def promise(self, instance: str, version: PlanVersion, digest: str) -> None:
-        """Agree to a plan, which the caller has compared with ``promised``.
+    async def promise(self, instance: str, version: PlanVersion, digest: str, *, activated: bool = False) -> None:
+        """Agree to a plan, or to follow it now. The caller has compared it with ``promised``.
 
         Raises:
             StaleTerm: a later master has spoken meanwhile.
         """
         async with self._lock:
             self._check(version.term)
-            promised = Promised(version=version, digest=digest)
-            if self.promised(instance) == promised:
+            this, before = Promised(version=version, digest=digest), self.promised(instance)
+            promised = InstancePromises(
+                offered=this if before is None or before.offered.version < version else before.offered,
+                activated=this if activated else before and before.activated,
+            )
+            if promised == before:
                 return
             instances = {**self._promises.instances, instance: promised}
             if len(instances) > REMEMBERED:
-                instances = {name: each for name, each in instances.items() if each.version.term == version.term}
+                instances = {name: p for name, p in instances.items() if p.offered.version.term == version.term}
             await self._keep(self._promises.model_copy(update={"instances": instances}))
 
     async def set_draining(self, draining: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 from gpurt.cluster.assignment import Acknowledgement, AssignedDevice, Assignment, Refusal, kept_of
 from gpurt.cluster.commands import Assign, Step
 from gpurt.cluster.errors import ClusterError, StaleTerm
+from gpurt.cluster.promises import Promised
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.shards import MAX_INSTANCES, MAX_MESSAGE, NodePlacement, ResidentLayers, ShardReport, ShardState
 from gpurt.types import DeviceState, GPUDevice
@@ -93,7 +94,8 @@ class NodeAssignments:
         return None if held is None else held.active
 
     async def aclose(self) -> None:
-        """Cancel what is being loaded and wait for it."""
+        """Take no more, cancel what is being loaded, and wait for it."""
+        self.use(None)
         tasks = [held.task for held in self._instances.values() if held.task is not None]
         for task in tasks:
             task.cancel()
@@ -108,10 +110,10 @@ class NodeAssignments:
             try:
                 if command.step is Step.ABORT:
                     self._forget_offer(assignment)
-                else:
+                elif command.step is Step.OFFER:
                     await self._agree(assignment)
-                    if command.step is Step.ACTIVATE:
-                        await self._activate(assignment)
+                else:
+                    await self._follow(assignment)
                 acknowledgement = self._accepted(assignment)
             except StaleTerm as exc:
                 return self._refuse_stale(exc)
@@ -137,22 +139,43 @@ class NodeAssignments:
     # Inside; the lock is held
 
     async def _agree(self, assignment: Assignment) -> None:
-        """Promise to follow no earlier plan; nothing happens when this very one was agreed to before."""
+        """Promise to be offered no earlier plan; nothing happens when this very one was agreed to before."""
         promised = self._fence.promised(assignment.instance)
-        digest = assignment.digest
         if promised is not None:
-            if assignment.version < promised.version:
-                message = f"plan {assignment.version} is older than plan {promised.version}, which was agreed to"
-                raise _Refused(Refusal.STALE_VERSION, message)
-            if assignment.version == promised.version and digest != promised.digest:
-                message = f"another plan {assignment.version} was agreed to before"
-                raise _Refused(Refusal.STALE_VERSION, message)
+            self._compare(assignment, promised.offered)
+        await self._take_on(assignment)
+
+    async def _follow(self, assignment: Assignment) -> None:
+        """Promise to follow no earlier plan, and begin. A later one may have been offered: whether it comes to anything
+        is not known here."""
+        promised = self._fence.promised(assignment.instance)
+        if promised is not None:
+            if promised.activated is not None:
+                self._compare(assignment, promised.activated)
+            if promised.offered.version == assignment.version:
+                self._compare(assignment, promised.offered)
+        await self._take_on(assignment)
+        digest = assignment.digest
+        await self._fence.promise(assignment.instance, assignment.version, digest, activated=True)
+        await self._activate(assignment)
+
+    def _compare(self, assignment: Assignment, promised: Promised) -> None:
+        if assignment.version < promised.version:
+            message = f"plan {assignment.version} is older than plan {promised.version}, which was agreed to"
+            raise _Refused(Refusal.STALE_VERSION, message)
+        if assignment.version == promised.version and assignment.digest != promised.digest:
+            message = f"another plan {assignment.version} was agreed to before"
+            raise _Refused(Refusal.STALE_VERSION, message)
+
+    async def _take_on(self, assignment: Assignment) -> None:
         held = self._instances.get(assignment.instance)
         if held is not None and assignment in (held.active, held.offered):
             return
         self._check(assignment, held)
-        await self._fence.promise(assignment.instance, assignment.version, digest)
-        self._instances.setdefault(assignment.instance, _Instance()).offered = assignment
+        await self._fence.promise(assignment.instance, assignment.version, assignment.digest)
+        held = self._instances.setdefault(assignment.instance, _Instance())
+        if held.offered is None or held.offered.version < assignment.version:
+            held.offered = assignment
 
     def _check(self, assignment: Assignment, held: _Instance | None) -> None:
         if not assignment.stages:
@@ -197,9 +220,9 @@ class NodeAssignments:
 
     async def _activate(self, assignment: Assignment) -> None:
         held = self._instances[assignment.instance]
-        again = held.active == assignment
-        held.offered = None
-        if again and held.state is not ShardState.FAILED:
+        if held.offered is not None and held.offered.version <= assignment.version:
+            held.offered = None
+        if held.active == assignment and held.state is not ShardState.FAILED:
             return
         if held.task is not None:
             held.task.cancel()
@@ -213,7 +236,8 @@ class NodeAssignments:
         if held is None or held.offered is None or held.offered.version != assignment.version:
             return
         held.offered = None
-        if held.active is None:
+        released = held.active is not None and not held.active.stages and held.state is ShardState.LOADED
+        if held.active is None or released:
             del self._instances[assignment.instance]
 
     def _accepted(self, assignment: Assignment) -> Acknowledgement:
@@ -229,6 +253,8 @@ class NodeAssignments:
             try:
                 if self._loader is not None:
                     await self._loader.load(assignment)
+                elif assignment.stages:
+                    raise ClusterError("nobody loads models on this node any more")
             except Exception as exc:
                 _log.warning("plan %s of %s has failed: %r", assignment.version, assignment.instance, exc)
                 outcome = ShardState.FAILED, (str(exc) or type(exc).__name__)[:MAX_MESSAGE], ()

@@ -19,13 +19,25 @@ from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, defau
 
 
 class Promised(BaseModel):
-    """The latest plan of one instance that the node has agreed to."""
+    """One plan of an instance that the node has agreed to."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: PlanVersion
     digest: str
     """Of the node's part: one version is of one plan only."""
+
+
+class InstancePromises(BaseModel):
+    """Of one instance of a model. An offer that was called off must not keep the plan before from being sent again,
+    so the two are kept apart."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    offered: Promised
+    """The latest that was agreed to: no earlier one may be offered."""
+    activated: Promised | None = None
+    """The latest that was followed: no earlier one may be activated."""
 
 
 class Promises(BaseModel):
@@ -36,7 +48,7 @@ class Promises(BaseModel):
     term: int = Field(default=0, ge=0, le=MAX_NUMBER)
     draining: bool = False
     """Nothing new may be placed here until a master or the operator says otherwise, also after a restart."""
-    instances: Mapping[str, Promised] = Field(default_factory=dict[str, Promised])
+    instances: Mapping[str, InstancePromises] = Field(default_factory=dict[str, InstancePromises])
 
 
 class PromiseDocument(BaseModel):

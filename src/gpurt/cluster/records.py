@@ -102,6 +102,22 @@ class ClusterSnapshot(BaseModel):
     def available_devices(self) -> dict[tuple[str, str], GPUDevice]:
         return {key: record.device for key, record in self.devices.items() if record.available}
 
+    def held_bytes(self, instance: str) -> dict[tuple[str, str], int]:
+        """What one instance of a model takes on devices of healthy nodes now, by (node, device key): a plan that
+        replaces the present one has these bytes again. A device that exchanges its layers just now is not in it."""
+        shards = (
+            (name, node.placement.shard(instance))
+            for name, node in self.nodes.items()
+            if node.state is NodeState.HEALTHY
+        )
+        return {
+            (name, layers.device): layers.bytes
+            for name, shard in shards
+            if shard is not None
+            for layers in shard.resident
+            if layers.bytes is not None
+        }
+
     @property
     def resident(self) -> dict[tuple[str, str], tuple[ResidentRange, ...]]:
         """The layers that lie on devices of healthy nodes, by (node, device key): for ``devices_from_view``."""

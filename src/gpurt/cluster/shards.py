@@ -43,6 +43,8 @@ class ResidentLayers(BaseModel):
     """Key within the node."""
     start: int = Field(ge=0, le=MAX_LAYERS)
     end: int = Field(ge=0, le=MAX_LAYERS)
+    bytes: int | None = Field(default=None, ge=0, le=MAX_BYTES)
+    """What they take there, with cache and activations, as the plan says; None: not known, while some are exchanged."""
 
     @model_validator(mode="after")
     def _order(self) -> ResidentLayers:

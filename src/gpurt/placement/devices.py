@@ -182,10 +182,12 @@ def devices_from_view(
     reserve: float = DEFAULT_RESERVE,
     measured: Mapping[tuple[str, str], DeviceSpeeds] | None = None,
     resident: Mapping[tuple[str, str], tuple[ResidentRange, ...]] | None = None,
+    held: Mapping[tuple[str, str], int] | None = None,
 ) -> tuple[PlacementDevice, ...]:
     """The devices of a master's view: give ``ClusterSnapshot.available_devices``. ``zones`` maps nodes to zones.
 
-    ``resident``: the layers that lie on devices already, ``ClusterSnapshot.resident``.
+    ``resident``: the layers that lie on devices already, ``ClusterSnapshot.resident``. ``held``: bytes that the model
+    to be placed takes on them now, ``ClusterSnapshot.held_bytes``; the new plan has them again.
 
     Each has the speeds that its node measured, unless ``measured`` has others. Of devices of one node that are alike,
     figures within a tenth of their median are that median, so that what is equal remains so to the solver. Software
@@ -193,7 +195,7 @@ def devices_from_view(
     """
     found = tuple(
         device_from_gpu(
-            device,
+            with_room(device, (held or {}).get((node, key), 0)),
             node=node,
             key=key,
             zone=(zones or {}).get(node, "default"),
@@ -205,6 +207,24 @@ def devices_from_view(
         if device.kind is not DeviceKind.SOFTWARE
     )
     return _levelled(found)
+
+
+def with_room(device: GPUDevice, size: int) -> GPUDevice:
+    """As the device would be with so many bytes more of its memory free; never more than it has."""
+    if size == 0:
+        return device
+    most = device.memory_bytes
+
+    def more(free: int | None) -> int | None:
+        grown = None if free is None else free + size
+        return grown if grown is None or most is None else min(grown, most)
+
+    return device.model_copy(
+        update={
+            "memory_usable_bytes": more(device.memory_usable_bytes),
+            "memory_available": more(device.memory_available),
+        }
+    )
 
 
 def _levelled(devices: tuple[PlacementDevice, ...]) -> tuple[PlacementDevice, ...]:
