@@ -27,6 +27,8 @@ pytestmark = pytest.mark.wide
 
 SOLVER = ConstraintSatisfactionPlacement()
 DEVICES, LAYERS = 5, 6
+BUDGET = 4.0
+"""Seconds: problems of this size are proved in hundredths; what is left over goes to reports of why there is none."""
 NAMES = [f"d{index}" for index in range(DEVICES)]
 
 Rule = tuple[str, Any]
@@ -85,7 +87,7 @@ def constraints(rules: Sequence[Rule], base: Constraints) -> Constraints:
 def answer(given: Problem) -> Plan | type[Exception]:
     """A plan that keeps every rule, or which error there is."""
     try:
-        plan = SOLVER.solve_placement(*given, time_budget=20)
+        plan = SOLVER.solve_placement(*given, time_budget=BUDGET)
     except (InfeasiblePlacement, InvalidPlacementInput) as error:
         return type(error)
     validate_plan(*given, plan)
@@ -115,7 +117,7 @@ def same_in_any_order(seed: int, rules: list[Rule], data: st.DataObject) -> None
     assert one.value == pytest.approx(other.value, rel=2e-4)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 10**6), RULES, st.data())
 def test_no_order_breaks_a_rule(seed: int, rules: list[Rule], data: st.DataObject) -> None:
     same_in_any_order(seed, rules, data)
