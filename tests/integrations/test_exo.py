@@ -76,7 +76,7 @@ class Patched:
         }
         command = [self.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
         done = subprocess.run(command, cwd=self.root, env=environ, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert done.returncode == 0, done.stdout[-12000:] + done.stderr[-2000:]
         passed = re.search(r"(\d+) passed", done.stdout)
         return int(passed[1]) if passed else 0
 
@@ -86,7 +86,10 @@ def test_exos_own_tests_pass_with_the_patches(tmp_path: Path, patches: tuple[str
     assert Patched(tmp_path, *patches).pytest(*TESTS) >= LEAST
 
 
-def test_the_contract_with_exos_types(tmp_path: Path) -> None:
-    exo = Patched(tmp_path, "devices")
-    shutil.copy(Path(__file__).with_name("exo_contract.py"), exo.root / "test_contract.py")
-    assert exo.pytest("-o", "asyncio_mode=strict", "test_contract.py") == 8
+@pytest.mark.parametrize(
+    ("patch", "contract", "tests"), [("devices", "exo_contract.py", 8), ("memory", "exo_contract_memory.py", 2)]
+)
+def test_the_contract_with_exos_types(tmp_path: Path, patch: str, contract: str, tests: int) -> None:
+    exo = Patched(tmp_path, patch)
+    shutil.copy(Path(__file__).with_name(contract), exo.root / f"test_{contract}")
+    assert exo.pytest("-o", "asyncio_mode=strict", f"test_{contract}") == tests
