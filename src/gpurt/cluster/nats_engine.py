@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from gpurt.cluster.answering import Answering
 from gpurt.cluster.bus import (
     MAX_COMMAND_BYTES,
     MAX_STATE_BYTES,
@@ -76,6 +77,7 @@ class NatsEngine:
         self._node: NatsNode | None = None
         self._outbox: NatsOutbox | None = None
         self._membership: NatsMembership | None = None
+        self._answering: Answering | None = None
         self._subscriptions: list[NatsSubscription] = []
         self._readings: list[NatsReadings] = []
 
@@ -117,6 +119,7 @@ class NatsEngine:
             return
         if self._protection is not None:
             self._protection.forget()
+        self._answer_nothing()
         node, self._node = self._node, None
         for subscription in self._subscriptions:
             subscription.close()
@@ -154,7 +157,9 @@ class NatsEngine:
             raise ClusterError(f"already joined as node {self._node.node}")
         if self._protection is not None:
             self._protection.check_node(node)
-        joined = self._node = NatsNode(self._cluster, node, state, on_command, self.settings)
+        self._answer_nothing()  # of a run before
+        self._answering = None if on_command is None else Answering(on_command)
+        joined = self._node = NatsNode(self._cluster, node, state, self._answering, self.settings)
         try:
             await self._declare(joined.connected)
         except BaseException:
@@ -269,6 +274,10 @@ class NatsEngine:
             await subscription.end()
 
     # Inside
+
+    def _answer_nothing(self) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
 
     def _running(self) -> None:
         if self._link is None or self._opening is not None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from gpurt.cluster.answering import Answering
-from gpurt.cluster.bus import MAX_COMMAND_BYTES, CommandHandler
+from gpurt.cluster.bus import MAX_COMMAND_BYTES
 from gpurt.cluster.keys import COMMAND, LIVE, STATE
 from gpurt.cluster.nats_settings import TOKEN, NatsSettings, load_nats, stream_name, subject, who_subject
 
@@ -36,11 +36,11 @@ class NatsNode:
     """``connected`` for each connection, and ``disconnected`` at its end."""
 
     def __init__(
-        self, cluster: str, node: str, state: bytes, on_command: CommandHandler | None, settings: NatsSettings
+        self, cluster: str, node: str, state: bytes, answering: Answering | None, settings: NatsSettings
     ) -> None:
         self.node, self.state = node, state
         self._cluster, self._settings = cluster, settings
-        self._answering = None if on_command is None else Answering(on_command)
+        self._answering = answering
         self._live = subject(cluster, node, LIVE)
         self._client: Any = None
         self._subscriptions: list[Any] = []
@@ -75,8 +75,6 @@ class NatsNode:
         """Disappear: ``LEFT`` or ``ENDED``."""
         client, subscriptions = self._client, tuple(self._subscriptions)
         self.disconnected()
-        if self._answering is not None:
-            self._answering.cancel()
         if client is not None and client.is_connected:
             # First nobody can ask any more: who hears the word and looks finds nobody.
             for subscription in subscriptions:

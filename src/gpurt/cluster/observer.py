@@ -45,6 +45,9 @@ QUESTIONS: Final = 16
 BURST: Final = 64
 """Items taken before other tasks get their turn: 64 events take about 2 ms."""
 
+PATIENT: Final = (Resync.JOINED, Resync.ANTI_ENTROPY)
+"""After a mere reconnection the bus repeats the events themselves; a snapshot would only hide them."""
+
 _log = logging.getLogger("gpurt.cluster.observer")
 
 _Step = Step[Envelope, NodeSnapshot]
@@ -233,8 +236,8 @@ class ClusterObserver:
         if reason is Resync.JOINED and known.asking and known.sequence.position is None:
             return  # the question that is under way is the one
         known.next_check = float("inf")
-        # A regular check must not hide that something is really missing.
-        if known.wanted is None or known.wanted is Resync.ANTI_ENTROPY:
+        # Those that wait for the bus to repeat events must not hide that something is really missing.
+        if known.wanted is None or (known.wanted in PATIENT and reason is not Resync.ANTI_ENTROPY):
             known.wanted = reason
         if not known.asking:
             known.asking = True
@@ -287,9 +290,7 @@ class ClusterObserver:
         # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
         kept = snapshots.get(record.epoch if record else "") or snapshots[min(snapshots)]
         self.view.node_answered(name, kept.epoch)
-        # After a mere reconnection the bus repeats the events themselves; a snapshot would only hide them.
-        patient = reason in (Resync.JOINED, Resync.ANTI_ENTROPY)
-        self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=patient))
+        self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))
         for epoch, snapshot in snapshots.items():
             if epoch != kept.epoch:
                 known.sequence.refuse(snapshot.position.epoch)

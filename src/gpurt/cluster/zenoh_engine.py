@@ -23,6 +23,7 @@ from gpurt.cluster.readings import MAX_READINGS_BYTES
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.security.protection import Protection
 from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
+from gpurt.cluster.zenoh_commands import ZenohCommands
 from gpurt.cluster.zenoh_hub import watch_hub
 from gpurt.cluster.zenoh_node import ZenohNode
 from gpurt.cluster.zenoh_query import ZenohQuery
@@ -36,8 +37,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 5.0
-MAX_COMMANDS: Final = 16
-"""Commands that a node works on at once; more are refused."""
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
@@ -81,7 +80,7 @@ class ZenohEngine:
         self._node: ZenohNode | None = None
         self._subscriptions: list[ZenohSubscription] = []
         self._readings: list[ZenohReadings] = []
-        self._commands: set[asyncio.Task[None]] = set()
+        self._commands: ZenohCommands | None = None
 
     @property
     def cluster(self) -> str:
@@ -129,8 +128,8 @@ class ZenohEngine:
             self._protection.forget()
         session, self._session = self._session, None
         callbacks, self._callbacks = self._callbacks, None
-        for task in tuple(self._commands):
-            task.cancel()
+        if self._commands is not None:
+            self._commands.cancel()
         for subscription in self._subscriptions:
             subscription.close()
         closed = asyncio.wrap_future(
@@ -205,8 +204,20 @@ class ZenohEngine:
             raise ClusterError(f"already joined as node {self._node.node}")
         if self._protection is not None:
             self._protection.check_node(node)
-        take = None if on_command is None else self._command_taker(on_command)
+
+        async def reply(query: Any, payload: bytes, error: bool) -> None:
+            if self._lane is not None:
+                await self._call(joined.reply, query, payload, error=error)
+
+        def here() -> bool:
+            return self._node is joined and self._lane is not None
+
+        if self._commands is not None:
+            self._commands.cancel()  # of a run before
+        commands = None if on_command is None else ZenohCommands(self._the_loop(), on_command, reply, here)
+        take = None if commands is None else commands.take
         self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take)
+        self._commands = commands
         try:
             await self._call(joined.declare, self._session, self.settings)
         except BaseException:
@@ -240,8 +251,7 @@ class ZenohEngine:
 
     async def follow_telemetry(self, take: TakeReadings) -> Callable[[], Awaitable[None]]:
         self._running()
-        assert self._loop is not None
-        readings = ZenohReadings(self._loop, take)
+        readings = ZenohReadings(self._the_loop(), take)
         self._readings.append(readings)
 
         async def stop() -> None:
@@ -259,8 +269,7 @@ class ZenohEngine:
 
     async def subscribe(self) -> ZenohSubscription:
         self._running()
-        assert self._loop is not None
-        subscription = ZenohSubscription(self._loop, self.settings.inbox_events, self._unsubscribe)
+        subscription = ZenohSubscription(self._the_loop(), self.settings.inbox_events, self._unsubscribe)
         self._subscriptions.append(subscription)
         try:
             await self._call(subscription.declare, self._zenoh, self._wrapper(), self._session, self._cluster)
@@ -300,45 +309,6 @@ class ZenohEngine:
         await self._call(query.ask, self._zenoh, wrapper, self._session, key, payload=payload, timeout=timeout)
         return await query.replies(timeout + 1.0)
 
-    # Commands that come in
-
-    def _command_taker(self, handler: CommandHandler) -> Callable[[bytes, Any], bool]:
-        loop = self._loop
-        assert loop is not None
-
-        def on_loop(payload: bytes, query: Any) -> None:
-            node = self._node
-            if node is None or self._lane is None:
-                query.drop()
-            elif len(self._commands) >= MAX_COMMANDS:
-                self._lane.submit(node.reply, query, b"busy", error=True)
-            else:
-                task = asyncio.ensure_future(self._answer(node, handler(payload), query))
-                self._commands.add(task)
-                task.add_done_callback(self._commands.discard)
-
-        def take(payload: bytes, query: Any) -> bool:
-            try:
-                loop.call_soon_threadsafe(on_loop, payload, query)
-            except RuntimeError:  # the loop is closed
-                return False
-            return True
-
-        return take
-
-    async def _answer(self, node: ZenohNode, work: Any, query: Any) -> None:
-        error = False
-        try:
-            payload = await work
-        except asyncio.CancelledError:
-            query.drop()
-            raise
-        except Exception as exc:
-            _log.warning("a command failed: %r", exc)
-            payload, error = str(exc).encode(errors="replace")[:1024], True
-        if self._lane is not None:
-            await self._call(node.reply, query, payload, error=error)
-
     # Inside
 
     async def _unsubscribe(self, subscription: ZenohSubscription) -> None:
@@ -356,6 +326,10 @@ class ZenohEngine:
     def _wrapper(self) -> SessionCallbacks:
         assert self._callbacks is not None
         return self._callbacks
+
+    def _the_loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None
+        return self._loop
 
     def _joined(self) -> ZenohNode:
         self._running()

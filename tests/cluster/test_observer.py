@@ -1,0 +1,46 @@
+"""What the observer asks nodes for, where several reasons come together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gpurt.cluster.bus import EventReceived, EventsDropped, NodeUp
+from gpurt.cluster.envelope import EventKind
+from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
+from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.state import encode_snapshot
+from gpurt.cluster.view import MasterView
+from tests.cluster.support import device, event_bytes, snapshot, until
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (EventsDropped("n1"), "overflow"),
+        (EventReceived("n1", event_bytes(1, kind=EventKind.NODE_SNAPSHOT)), "notice"),
+    ],
+)
+async def test_a_token_that_comes_late_does_not_hide_that_something_is_missing(
+    item: EventsDropped | EventReceived, reason: str
+) -> None:
+    """With the token alone, the snapshot would be held back until the bus repeats events, which it never will."""
+    bus = InProcessBus("test")
+    node, engine = InProcessEngine(bus), InProcessEngine(bus)
+    await node.start()
+    await engine.start()
+    view = MasterView()
+    observer = ClusterObserver(engine, view)
+    watching = asyncio.create_task(observer.run())
+    try:
+        await node.join("n1", encode_snapshot(snapshot(device())))
+        await until(lambda: view.node("n1"), "the first snapshot")
+        await node.set_state(encode_snapshot(snapshot(device(), device("GPU-b", 1), seq=1)))
+        bus.deliver(NodeUp("n1"))
+        bus.deliver(item)
+        await until(lambda: len(view.snapshot().devices) == 2, "the snapshot")
+        assert observer.resyncs == {"joined": 1, reason: 1}
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
