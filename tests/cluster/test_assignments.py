@@ -35,6 +35,8 @@ from tests.cluster.conftest import Bus, InProcess
 from tests.cluster.plans import Loader, plan
 from tests.cluster.support import HOST_A, device, result, until
 
+pytestmark = pytest.mark.wide
+
 
 def v(n: int, term: int = 1) -> PlanVersion:
     return PlanVersion(term=term, n=n)
@@ -399,7 +401,7 @@ async def test_a_node_that_ends_takes_nothing_more(cluster: Cluster) -> None:
     assert outcome.refused["n1"].reason is Refusal.NO_LOADER
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22))])
 async def test_whatever_is_lost_on_the_way_every_node_ends_with_what_was_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

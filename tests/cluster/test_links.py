@@ -46,6 +46,8 @@ from gpurt.placement.topology import DEFAULT_CLASSES
 from tests.cluster.conftest import Bus
 from tests.cluster.support import E1, HOST_A, device, result, snapshot, until
 
+pytestmark = pytest.mark.wide
+
 SMALL = LinkBudget(pings=4, bytes=256 << 10, seconds=1.0)
 
 

@@ -68,7 +68,10 @@ def cluster_table(
             more = len(names) - position
             table.add_row("…", f"{more} more {'node' if more == 1 else 'nodes'}")
             break
-        first = (Text(name), Text(node.state, style=_STYLES.get(node.state, "")))
+        state = Text(node.state, style=_STYLES.get(node.state, ""))
+        if node.draining:
+            state.append(" (draining)", style="dim")
+        first = (Text(name), state)
         rows: Iterable[tuple[Text | str, ...]]
         if not node.devices:
             rows = [("no device",) if compact else ("-", "no device")]

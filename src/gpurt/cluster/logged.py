@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable
 from typing import Final
 
 from gpurt.cluster.changes import Change, ChangeKind
+from gpurt.cluster.shards import ShardState
 from gpurt.cluster.view import MasterView
 from gpurt.discovery.events import DeviceEvent, EventType
 
@@ -29,6 +30,8 @@ def log_change(change: Change, view: MasterView) -> None:
     node = view.node(change.node) if change.node is not None else None
     record = node.devices.get(change.device) if node is not None and change.device is not None else None
     worse = change.kind in _WORSE
+    if change.kind is ChangeKind.NODE_PLACEMENT and node is not None:
+        worse = any(shard.state is ShardState.FAILED for shard in node.placement.shards)
     if change.kind is ChangeKind.DEVICE_HEALTH:
         worse = record is None or not record.available
     what = change.kind.value.replace("_", " ")
