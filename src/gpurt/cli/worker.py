@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.cli import protected
@@ -20,6 +21,7 @@ from gpurt.errors import GPUError
 if TYPE_CHECKING:
     from gpurt.backend import GPUBackend
     from gpurt.cli.check import Phase
+    from gpurt.cli.checkpoint_shards import CheckpointShards
     from gpurt.cluster.worker import Worker
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -56,6 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         help="where other nodes measure their way to this one (default: the address towards the master, any free port)",
     )
+    parser.add_argument(
+        "--weights",
+        metavar="PATH",
+        type=Path,
+        help="load the layers that a master assigns from this safetensors file, or sharded checkpoint's index (.json)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read loaded layers back, and say the SHA-256 of every tensor (--json)"
+    )
     parser.add_argument("--json", action="store_true", help="what happens as JSON lines on stdout")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     add_metrics(parser)
@@ -81,7 +92,14 @@ def run(args: argparse.Namespace) -> int:
             probe_timeout_s=args.timeout,
         )
         speak_for(config.node)
-        session = _Session(config, check_bytes=args.check, as_json=args.json, log_events=args.log_format == "json")
+        session = _Session(
+            config,
+            check_bytes=args.check,
+            weights=args.weights,
+            verify=args.verify,
+            as_json=args.json,
+            log_events=args.log_format == "json",
+        )
         run_command(session.observed(args.metrics, args.exit_with_stdin))
     except ValueError as exc:
         if isinstance(exc, GPUError):
@@ -93,13 +111,24 @@ def run(args: argparse.Namespace) -> int:
 class _Session:
     """One run of the command: says what happens, and owns the backend that it opened."""
 
-    def __init__(self, config: Any, *, check_bytes: int | None, as_json: bool, log_events: bool = False) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        check_bytes: int | None,
+        weights: Path | None,
+        verify: bool,
+        as_json: bool,
+        log_events: bool = False,
+    ) -> None:
         from gpurt.cluster.node_metrics import NodeMetrics
 
         self.metrics = NodeMetrics(config.node)
         self.log_events = log_events
         self.config = config
         self.check_bytes = check_bytes
+        self.weights, self.verify = weights, verify
+        self._shards: CheckpointShards | None = None
         self.as_json = as_json
 
     async def observed(self, metrics: tuple[str, int] | None, exit_with_stdin: bool) -> None:
@@ -132,7 +161,7 @@ class _Session:
             f"with {counted(len(snapshot.gpu_devices), 'device')}",
         )
         if worker.backend is not None:
-            await self._serve(worker.backend)
+            await self._hold(worker, worker.backend)
             return
         from gpurt.factory import create_backend
 
@@ -142,16 +171,30 @@ class _Session:
             if worker.monitoring is not None:
                 # Its library tells more than the system does: of some devices it alone tells anything.
                 worker.monitoring.use(backend)
-            await self._serve(backend)
-            await asyncio.Event().wait()
+            await self._hold(worker, backend)
 
-    async def _serve(self, backend: GPUBackend) -> None:
+    async def _hold(self, worker: Worker, backend: GPUBackend) -> None:
+        """Serve, and keep what is loaded until the worker ends."""
+        try:
+            await self._serve(worker, backend)
+            await asyncio.Event().wait()
+        finally:
+            if self._shards is not None:
+                await self._shards.close()
+
+    async def _serve(self, worker: Worker, backend: GPUBackend) -> None:
         self.metrics.use(backend)
         device = backend.devices[0]
         self._say(
             {"event": "opened", "backend": backend.name, "device_id": device.device_id, "name": device.name},
             f"opened backend {backend.name}, first device {device.device_id} {device.name}",
         )
+        if self.weights is not None:
+            from gpurt.cli.checkpoint_shards import CheckpointShards
+
+            self._shards = CheckpointShards(backend, self.weights, self._loaded, verify=self.verify)
+            worker.assignments.use(self._shards)
+            self._say({"event": "accepting", "weights": str(self.weights)}, f"loads layers from {self.weights}")
         if self.check_bytes is None:
             return
         from gpurt.cli.check import check_device
@@ -173,6 +216,17 @@ class _Session:
             f"{result.to_device_gbps:.2f} GB/s to the device, {result.from_device_gbps:.2f} GB/s back"
             + (" (simulated)" if device.simulated else ""),
         )
+
+    def _loaded(self, told: dict[str, Any]) -> None:
+        text = None
+        if told["event"] == "shards":
+            ranges = ", ".join(f"{each['start']}-{each['end'] - 1} on {each['device']}" for each in told["stages"])
+            text = (
+                f"{told['instance']} under plan {told['version']}: "
+                f"{f'layers {ranges}' if ranges else 'nothing any more'}; "
+                f"{told['loaded_bytes']:,} bytes loaded in {told['seconds']:.2f} s"
+            )
+        self._say(told, text)
 
     def _say(self, document: dict[str, Any], text: str | None) -> None:
         if self.as_json:
