@@ -14,7 +14,7 @@ from gpurt.cluster.link_protocol import LinkBudget
 from gpurt.cluster.link_server import LinkServer, Slot
 from gpurt.cluster.peer_links import NodeLinks, PeerLink
 from gpurt.cluster.publisher import NodePublisher
-from gpurt.cluster.security.peers import PeerCredentials
+from gpurt.cluster.security.peers import Credentials
 
 PATIENCE_S: Final = 15.0
 """For a node that measures something else, or for ourselves: one and a half of the longest measurement."""
@@ -33,7 +33,7 @@ class LinkMeasuring:
     """
 
     def __init__(
-        self, publisher: NodePublisher, *, credentials: PeerCredentials | None = None, insecure: bool = False
+        self, publisher: NodePublisher, *, credentials: Credentials | None = None, insecure: bool = False
     ) -> None:
         self._publisher, self._credentials, self._insecure = publisher, credentials, insecure
         self._slot = Slot()

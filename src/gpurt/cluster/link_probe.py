@@ -26,7 +26,7 @@ from gpurt.cluster.link_protocol import (
 from gpurt.cluster.link_wire import Wire
 from gpurt.cluster.security.errors import InsecureEndpoint
 from gpurt.cluster.security.loopback import check_protected
-from gpurt.cluster.security.peers import PeerCredentials
+from gpurt.cluster.security.peers import Credentials
 from gpurt.offload import off_loop
 
 WARM_UP: Final = 1 / 8
@@ -56,7 +56,7 @@ async def probe_link(
     endpoint: str,
     budget: LinkBudget,
     *,
-    credentials: PeerCredentials | None = None,
+    credentials: Credentials | None = None,
     insecure: bool = False,
 ) -> LinkSample:
     """Measure the way to node ``peer``, which listens at ``endpoint``; on a thread, which the loop does not slow down.
@@ -85,9 +85,7 @@ async def probe_link(
 class _Call:
     """One measurement; ``run`` on a thread, ``abort`` from any other."""
 
-    def __init__(
-        self, peer: str, host: str, port: int, budget: LinkBudget, credentials: PeerCredentials | None
-    ) -> None:
+    def __init__(self, peer: str, host: str, port: int, budget: LinkBudget, credentials: Credentials | None) -> None:
         self._peer, self._host, self._port = peer, host, port
         self._budget, self._credentials = budget, credentials
         self._wire: Wire | None = None
@@ -105,8 +103,8 @@ class _Call:
             if self._aborted:
                 raise EOFError
             if self._credentials is not None:
-                shown = wire.protect(self._credentials.calling, listening=False)
-                self._credentials.check(shown, name=self._peer)
+                credentials = self._credentials()
+                credentials.check(wire.protect(credentials.calling, listening=False), name=self._peer)
             return self._measure(wire)
         finally:
             wire.close()

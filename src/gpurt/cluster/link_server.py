@@ -28,7 +28,7 @@ from gpurt.cluster.link_protocol import (
 from gpurt.cluster.link_wire import Wire
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.loopback import check_protected
-from gpurt.cluster.security.peers import PeerCredentials
+from gpurt.cluster.security.peers import Credentials
 from gpurt.offload import off_loop
 
 MAX_CALLERS: Final = 8
@@ -57,10 +57,10 @@ class LinkServer:
     """
     Args:
         slot: shared with what measures the ways from here.
-        credentials: None: no TLS.
+        credentials: of the node, asked for each connection; None: no TLS.
     """
 
-    def __init__(self, slot: Slot, credentials: PeerCredentials | None = None) -> None:
+    def __init__(self, slot: Slot, credentials: Credentials | None = None) -> None:
         self._slot, self._credentials = slot, credentials
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -127,7 +127,8 @@ class LinkServer:
     def _serve(self, wire: Wire) -> None:
         try:
             if self._credentials is not None:
-                self._credentials.check(wire.protect(self._credentials.listening, listening=True))
+                credentials = self._credentials()
+                credentials.check(wire.protect(credentials.listening, listening=True))
             magic, pings, size = HELLO.unpack(wire.read(HELLO.size))
             if magic != MAGIC:
                 raise _NotOurs("it does not begin as one of ours")

@@ -8,6 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from gpurt.backend import GPUBackend
@@ -198,7 +199,7 @@ async def _measurable(config: WorkerConfig, publisher: NodePublisher) -> LinkMea
     """Takes the command to measure, and lets others measure where that is possible: a node has better things to do
     than to be measured, so it does not end where it is not."""
     tls = config.tls
-    credentials = None if tls is None else await off_loop("credentials", lambda: load_peer_credentials(tls))
+    credentials = None if tls is None else partial(load_peer_credentials, tls)
     links = LinkMeasuring(publisher, credentials=credentials, insecure=config.insecure)
     if not config.links:
         return links

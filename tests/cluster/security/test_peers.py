@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from gpurt.cluster.security.authority import Role
 from gpurt.cluster.security.enrolment import enrol, init_cluster
 from gpurt.cluster.security.errors import CredentialsRefused, InsecureEndpoint
 from gpurt.cluster.security.identity import CERTIFICATE, KEY
-from gpurt.cluster.security.peers import PeerCredentials, load_peer_credentials
+from gpurt.cluster.security.peers import Credentials, PeerCredentials, load_peer_credentials
 from tests.cluster.security.conftest import Made
 
 SMALL = LinkBudget(pings=2, bytes=64 << 10)
@@ -41,6 +43,10 @@ class Listening:
         return not free
 
 
+def shown(folder: Path) -> Credentials:
+    return partial(load_peer_credentials, folder)
+
+
 async def loaded(folder: Path) -> PeerCredentials:
     return await asyncio.to_thread(load_peer_credentials, folder)
 
@@ -48,7 +54,7 @@ async def loaded(folder: Path) -> PeerCredentials:
 @pytest.fixture
 async def listening(made: Made) -> AsyncIterator[Listening]:
     node = Listening(made)
-    node.server = LinkServer(node.slot, await loaded(made.node("w2")))
+    node.server = LinkServer(node.slot, shown(made.node("w2")))
     node.endpoint = await node.server.start("127.0.0.1")
     yield node
     await node.server.aclose()
@@ -56,7 +62,7 @@ async def listening(made: Made) -> AsyncIterator[Listening]:
 
 async def test_a_node_measures_another_one(made: Made, listening: Listening) -> None:
     assert listening.endpoint.startswith("tls/")
-    sample = await probe_link("w2", listening.endpoint, SMALL, credentials=await loaded(made.node("w1")))
+    sample = await probe_link("w2", listening.endpoint, SMALL, credentials=shown(made.node("w1")))
     assert sample.bandwidth > 0
     # What the other tests here ask with: it does tell who is let through.
     assert not await _refused(listening, (await loaded(made.node("w1"))).calling)
@@ -64,7 +70,7 @@ async def test_a_node_measures_another_one(made: Made, listening: Listening) -> 
 
 async def test_another_node_than_the_one_that_was_called_is_refused(made: Made, listening: Listening) -> None:
     with pytest.raises(CredentialsRefused, match="of node 'w2', not of node 'w3'"):
-        await probe_link("w3", listening.endpoint, SMALL, credentials=await loaded(made.node("w1")))
+        await probe_link("w3", listening.endpoint, SMALL, credentials=shown(made.node("w1")))
 
 
 async def test_a_node_of_another_authority_is_refused_by_both_sides(
@@ -76,7 +82,7 @@ async def test_a_node_of_another_authority_is_refused_by_both_sides(
     await asyncio.to_thread(enrol, other, "w1", role=Role.NODE)
     stranger = await loaded(other / "nodes" / "w1")
     with pytest.raises(CredentialsRefused, match="not issued by this cluster's authority"):
-        await probe_link("w2", listening.endpoint, SMALL, credentials=stranger)
+        await probe_link("w2", listening.endpoint, SMALL, credentials=lambda: stranger)
     # And one that does not look at whom it has called gets nowhere either.
     assert await _refused(listening, stranger.calling)
 
@@ -100,10 +106,22 @@ async def test_an_expired_certificate_is_refused_by_both_sides(
     credentials = await loaded(made.node("w2"))
     expired = await asyncio.to_thread(made.changed, tmp_path / "expired", "w2", begin=timedelta(days=-10), days=5)
     context = await asyncio.to_thread(_context, expired, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    server = LinkServer(Slot(), replace(credentials, listening=context))
+    server = LinkServer(Slot(), lambda: replace(credentials, listening=context))
     endpoint = await server.start("127.0.0.1")
     with pytest.raises(CredentialsRefused, match="expired"):
-        await probe_link("w2", endpoint, SMALL, credentials=await loaded(made.node("w1")))
+        await probe_link("w2", endpoint, SMALL, credentials=shown(made.node("w1")))
+    await server.aclose()
+
+
+async def test_a_renewed_certificate_needs_no_new_start(made: Made, tmp_path: Path) -> None:
+    folder = await asyncio.to_thread(made.changed, tmp_path / "w2", "w2", begin=timedelta(days=-10), days=5)
+    server = LinkServer(Slot(), shown(folder))
+    endpoint = await server.start("127.0.0.1")
+    with pytest.raises(ClusterError):
+        await probe_link("w2", endpoint, SMALL, credentials=shown(made.node("w1")))
+    for name in (CERTIFICATE, KEY):
+        await asyncio.to_thread(shutil.copyfile, made.node("w2") / name, folder / name)
+    assert await probe_link("w2", endpoint, SMALL, credentials=shown(made.node("w1")))
     await server.aclose()
 
 
@@ -117,7 +135,7 @@ async def test_without_a_certificate_nothing_is_measured(made: Made, listening: 
         await probe_link("w2", listening.endpoint, SMALL)
     plain = listening.endpoint.replace("tls/", "tcp/")
     with pytest.raises(InsecureEndpoint, match="would not use the certificates"):
-        await probe_link("w2", plain, SMALL, credentials=await loaded(made.node("w1")))
+        await probe_link("w2", plain, SMALL, credentials=shown(made.node("w1")))
     with pytest.raises(ClusterError):
         await probe_link("w2", plain, SMALL)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,6 +67,14 @@ class PeerCredentials:
         if name is not None and told != name:
             raise CredentialsRefused(f"{who} is of node {told!r}, not of node {name!r}")
         return told
+
+
+Credentials = Callable[[], PeerCredentials]
+"""Reads them from the files as they are then, so that a renewed certificate needs no new start. Not for the event loop.
+
+Raises:
+    CredentialsRefused: as :func:`load_peer_credentials`.
+"""
 
 
 def load_peer_credentials(folder: str | os.PathLike[str]) -> PeerCredentials:
