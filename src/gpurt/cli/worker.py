@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where other nodes measure their way to this one (default: the address towards the master, any free port)",
     )
     parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="first measure the devices whose speed with this driver is not known, and tell the cluster: see gpurt "
+        "calibrate",
+    )
+    parser.add_argument(
         "--weights",
         metavar="PATH",
         type=Path,
@@ -95,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         session = _Session(
             config,
             check_bytes=args.check,
+            calibrate=args.calibrate,
             weights=args.weights,
             verify=args.verify,
             as_json=args.json,
@@ -116,6 +123,7 @@ class _Session:
         config: Any,
         *,
         check_bytes: int | None,
+        calibrate: bool,
         weights: Path | None,
         verify: bool,
         as_json: bool,
@@ -126,7 +134,7 @@ class _Session:
         self.metrics = NodeMetrics(config.node)
         self.log_events = log_events
         self.config = config
-        self.check_bytes = check_bytes
+        self.check_bytes, self.calibrate = check_bytes, calibrate
         self.weights, self.verify = weights, verify
         self._shards: CheckpointShards | None = None
         self.as_json = as_json
@@ -189,6 +197,8 @@ class _Session:
             {"event": "opened", "backend": backend.name, "device_id": device.device_id, "name": device.name},
             f"opened backend {backend.name}, first device {device.device_id} {device.name}",
         )
+        if self.calibrate:
+            await self._measure(worker, backend)
         if self.weights is not None:
             from gpurt.cli.checkpoint_shards import CheckpointShards
 
@@ -216,6 +226,15 @@ class _Session:
             f"{result.to_device_gbps:.2f} GB/s to the device, {result.from_device_gbps:.2f} GB/s back"
             + (" (simulated)" if device.simulated else ""),
         )
+
+    async def _measure(self, worker: Worker, backend: GPUBackend) -> None:
+        """Before anything else is done with the devices, which it would be measured with."""
+        from gpurt.calibration import calibrate
+
+        results = await calibrate(backend, registry_path=self.config.registry_path)
+        await worker.discovery.read_measurements()
+        told = {each.device.device_id: "measured" if each.fresh else each.failure or "known" for each in results}
+        self._say({"event": "calibrated", "devices": told}, f"calibrated: {', '.join(map(': '.join, told.items()))}")
 
     def _loaded(self, told: dict[str, Any]) -> None:
         text = None
