@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from gpurt.cli.links_command import Seen, look
+from gpurt.cli.main import main
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
 from gpurt.cluster.master import MasterConfig
 from gpurt.cluster.peer_links import NodeLinks
+from gpurt.cluster.security.authority import Role
+from gpurt.cluster.security.enrolment import enrol, init_cluster
 from gpurt.cluster.worker import WorkerConfig, run_worker
 from gpurt.errors import GPUError
 
@@ -60,6 +63,15 @@ async def test_what_was_measured_is_shown(bus: InProcessBus) -> None:
     for options in ({"nodes": ["w9"]}, {"measure": (1 << 40, 1.0)}, {"measure": (1 << 20, 1e9)}):
         with pytest.raises(GPUError):
             await seen(**options)
+
+
+def test_an_observer_has_nothing_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cryptography")
+    folder = tmp_path / "cluster"
+    init_cluster(folder, cluster="test", hosts=["127.0.0.1"], port=7449)
+    enrol(folder, "o1", role=Role.OBSERVER)
+    assert main(["links", "--measure", "--tls", str(folder / "nodes" / "o1")]) == 2
+    assert "observer, which may not have nodes measure" in capsys.readouterr().err
 
 
 def test_many_nodes_are_lines_and_what_failed_is_said() -> None:

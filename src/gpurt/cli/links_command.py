@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpurt.cli import observing
+from gpurt.cli import observing, protected
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 from gpurt.printable import printable
@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = observing.observer_config(args, args.cluster)
     measure = (args.bytes, args.seconds) if args.measure else None
+    identity = protected.identity_of(args)
+    if measure and identity is not None and identity.role != "master":
+        # The hub would let the command through to nobody, which looks like nodes that do not answer.
+        raise GPUError(
+            f"the certificate of {identity.name} is that of a {identity.role}, which may not have nodes measure",
+            hint="make one with gpurt cluster enrol NAME --role master",
+        )
     seen = run_command(look(config, measure=measure, nodes=args.nodes))
     sys.stdout.write(json.dumps(seen.document(), allow_nan=False) + "\n" if args.json else seen.text())
     return 1 if seen.failed else 0
