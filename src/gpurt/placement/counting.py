@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.constraints import Constraints
 from gpurt.placement.field import BOTH, FIRST, INNER, LAST, NEVER, Cells, Field, cells_of, integers
+from gpurt.placement.greedy import choose_stages
 from gpurt.placement.instance import Ints
 from gpurt.placement.layer_bytes import LayerBytes
 from gpurt.placement.node_choice import best_nodes
-from gpurt.placement.spec import ModelSpec
+from gpurt.placement.number_rules import Rules
+from gpurt.placement.stage_table import most_on_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,55 +29,24 @@ class Bound:
 
     low: int
     high: int
-
-
-class Rules:
-    """Of the constraints what is a number of stages, nodes or layers; of the model how it may be split."""
-
-    def __init__(self, model: ModelSpec, constraints: Constraints, field: Field) -> None:
-        most = constraints.tensor_parallel_max
-        self.sizes = tuple(size for size in model.tensor_parallel if most is None or size <= most)
-        self.stages = constraints.max_stages
-        self.min_stages = constraints.min_stages
-        self.nodes = constraints.max_nodes
-        self.min_nodes = constraints.min_nodes
-        self.domains = [(field.domain(limit.domain), limit.stages) for limit in constraints.domain_limits]
-        self.required = np.array(
-            sorted(field.place[name] for name in constraints.require_devices if name in field.place), dtype=np.intp
-        )
-        self.lost = len(self.required) < len(constraints.require_devices)
-        """A required device is not among these."""
-        named = {device.node: index for device, index in zip(field.devices, field.node, strict=True)}
-        self.required_nodes = {int(named[name]) for name in constraints.require_nodes if name in named}
-        self.lost |= len(self.required_nodes) < len(constraints.require_nodes)
-        self.most = np.full(len(field.devices), model.layer_count, dtype=np.int64)
-        self.least = np.ones(len(field.devices), dtype=np.int64)
-        special: list[int] = []
-        for entry in constraints.stage_layers:
-            if (index := field.place.get(entry.device)) is not None:
-                special.append(index)
-                self.least[index] = max(self.least[index], entry.minimum)
-                if entry.maximum is not None:
-                    self.most[index] = min(self.most[index], entry.maximum)
-        self.alone = np.unique(np.array([*special, *self.required], dtype=np.intp))
-        self.ruled = bool(self.alone.size or self.required_nodes)
-        self.limited = self.stages is not None or bool(self.domains)
-
-    def without_names(self) -> Rules:
-        """Without the rules that ask for something: for a part of the layers."""
-        rules = copy(self)
-        rules.min_stages = rules.min_nodes = 1
-        rules.required, rules.required_nodes = self.required[:0], set[int]()
-        rules.lost = False
-        rules.ruled = bool(self.alone.size)
-        return rules
+    devices: tuple[int, ...] = ()
+    """Some that hold ``low`` layers, where they are known."""
 
 
 def count_layers(
-    field: Field, layers: LayerBytes, rules: Rules, chosen: NDArray[np.intp], budgets: Ints, *, inner: bool = False
+    field: Field,
+    layers: LayerBytes,
+    rules: Rules,
+    chosen: NDArray[np.intp],
+    budgets: Ints,
+    *,
+    part: tuple[bool, bool] | None = None,
 ) -> Bound:
-    """Bounds for the chosen devices; ``budgets`` are of all devices. ``inner``: embedding and head do not count."""
-    counter = _Counter(field, layers, rules, budgets, inner=inner)
+    """Bounds for the chosen devices; ``budgets`` are of all devices.
+
+    ``part``: only some of the layers are meant, with or without the embedding and the head; then only ``high`` counts.
+    """
+    counter = _Counter(field, layers, rules, budgets, part)
     return counter.run(_without_shared_memory(field, rules, chosen, budgets))
 
 
@@ -102,8 +71,12 @@ def _without_shared_memory(
 
 
 class _Counter:
-    def __init__(self, field: Field, layers: LayerBytes, rules: Rules, budgets: Ints, *, inner: bool) -> None:
-        self.field, self.layers, self.rules, self.budgets, self.inner = field, layers, rules, budgets, inner
+    def __init__(
+        self, field: Field, layers: LayerBytes, rules: Rules, budgets: Ints, part: tuple[bool, bool] | None
+    ) -> None:
+        self.field, self.layers, self.rules, self.budgets, self.part = field, layers, rules, budgets, part
+        self.best: tuple[int, tuple[int, ...]] = NEVER, ()
+        """Most layers so far, and the devices that hold them."""
 
     def run(self, chosen: tuple[NDArray[np.intp], bool]) -> Bound:
         rules, count = self.rules, self.layers.count
@@ -112,28 +85,33 @@ class _Counter:
             return Bound(0, 0)
         if self._cannot_reach_minimum(index):
             return Bound(0, 0)
-        low = high = NEVER
-        singles = self._cells(index, (1,), rules.alone)
-        low, _ = self._value(singles)
-        if max(rules.sizes) == 1:
-            high = self._value(singles)[1]
-        else:
+        low, high = self._value(self._cells(index, (1,), rules.alone))
+        if max(rules.sizes) > 1 and low < count:
             grouped = self._cells(index, rules.sizes, rules.alone)
-            low = max(low, self._value(grouped)[0])
-            free = grouped if not rules.alone.size else self._cells(index, rules.sizes, np.empty(0, dtype=np.intp))
-            high = self._value(free, loose=True)[1]
+            more, high = self._value(grouped)
+            low = max(low, more)
+            if rules.ruled:
+                free = self._cells(index, rules.sizes, rules.alone[:0])
+                high = self._value(free, loose=True)[1]
         whole_low, whole_high = self._whole(index)
         low, high = max(low, whole_low, 0), max(high, whole_high, 0)
         if not sure:
             high = count
-        return Bound(min(low, count), min(max(high, low), count))
+        devices = self.best[1] if self.best[0] >= min(low, count) else ()
+        return Bound(min(low, count), min(max(high, low), count), devices)
+
+    def _hold(self, low: int, cells: list[Cells], taken: Sequence[NDArray[np.intp]]) -> None:
+        if low > self.best[0]:
+            used = [found.members[number > 0].ravel() for found, number in zip(cells, taken, strict=True)]
+            self.best = low, tuple(integers(np.concatenate(used)))
 
     def _cells(self, index: NDArray[np.intp], sizes: Sequence[int], alone: NDArray[np.intp]) -> list[Cells]:
         rules = self.rules
-        cells = cells_of(self.field, self.layers, index, self.budgets, sizes, alone, rules.most, rules.least)
-        if self.inner:
+        stages = rules.stages if rules.limited else 0
+        cells = cells_of(self.field, self.layers, index, self.budgets, sizes, alone, rules.most, rules.least, stages)
+        if self.part is not None:
             for found in cells:
-                found.table[:] = found.table[:, :, INNER, None]
+                _only(found.table, *self.part)
         return cells
 
     def _cannot_reach_minimum(self, index: NDArray[np.intp]) -> bool:
@@ -142,7 +120,7 @@ class _Counter:
             return False
         able = np.zeros(len(index), dtype=np.bool_)
         for size in rules.sizes:
-            able |= self.layers.fit(self.budgets[index], size) > 0
+            able |= self.layers.fit(self.budgets[index], size) >= rules.least[index]
         able &= rules.most[index] >= rules.least[index]
         index = index[able]
         if set(integers(rules.required)) - set(integers(index)):
@@ -165,24 +143,28 @@ class _Counter:
         rules, count, layers = self.rules, self.layers.count, self.layers
         if rules.min_stages > 1 or rules.min_nodes > 1 or len(rules.required_nodes) > 1:
             return NEVER, NEVER
-        extra = 0 if self.inner else layers.both
+        extra = layers.both if self.part is None else 0
         low = high = NEVER
         for size in rules.sizes:
             if len(rules.required) > size:
                 continue
             need = int(layers.need(size, extra)[count])
             able = index[(self.budgets[index] >= need) & (rules.most[index] >= count)]
+            if len(able) < size:
+                continue
             cells = Counter(integers(self.field.cell[able]))
             if not any(number >= size for number in cells.values()):
                 continue
             high = count
             if not rules.ruled:
                 low = count
+                self.best = count, tuple(integers(able))
             elif size == 1:
                 wanted = set(integers(rules.required))
                 for device in integers(able):
                     if wanted <= {device} and rules.required_nodes <= {int(self.field.node[device])}:
                         low = count
+                        self.best = count, (device,)
         return low, high
 
     def _value(self, cells: list[Cells], *, loose: bool = False) -> tuple[int, int]:
@@ -208,8 +190,10 @@ class _Counter:
             best = np.concatenate([found.best for found in cells])
             value = best_pair(best)
             low = value
+            taken = [found.table[:, :, INNER].argmax(axis=1) for found in cells]
             if rules.min_stages > 1 or rules.min_nodes > 1 or (rules.ruled and not loose):
-                low = self._checked(cells, [found.table[:, :, INNER].argmax(axis=1) for found in cells], value)
+                low = self._checked(cells, taken, value)
+            self._hold(low, cells, taken)
             return low, value if high is None else min(value, high)
         return self._limited(cells, loose=loose)
 
@@ -235,8 +219,6 @@ class _Counter:
         return value if good else NEVER
 
     def _limited(self, cells: list[Cells], *, loose: bool) -> tuple[int, int]:
-        from gpurt.placement.greedy import choose_stages
-
         rules = self.rules
         wanted = (set[int](), set[int]()) if loose else (set(integers(rules.required)), rules.required_nodes)
         choice = choose_stages(cells, self.field, rules.stages, rules.domains, *wanted)
@@ -247,12 +229,28 @@ class _Counter:
         low = best_pair(rows)
         if low > 0 and (rules.min_stages > 1 or rules.min_nodes > 1 or rules.ruled):
             low = self._checked(cells, taken, low)
+        self._hold(low, cells, taken)
         if choice.exact:
             high = best_pair(rows)
         else:
             loss = best_pair(np.concatenate([_least_losses(found) for found in cells]), base=0)
             high = choice.high + min(0, loss)
+        if rules.stages is not None and low < self.layers.count <= high:
+            most = most_on_stages(cells, rules.stages)
+            high = min(high, most)
+            if not (rules.domains or rules.ruled or rules.min_stages > 1 or rules.min_nodes > 1):
+                low = max(low, most)
         return low, high
+
+
+def _only(table: Ints, first: bool, last: bool) -> None:
+    """Layers of a part of the model, which may begin with the embedding, and may end with the head."""
+    if not first:
+        table[:, :, FIRST] = table[:, :, INNER]
+    if not last:
+        table[:, :, LAST] = table[:, :, INNER]
+    # One device may have both.
+    table[:, :, BOTH] = np.minimum(table[:, :, FIRST], table[:, :, LAST])
 
 
 def _least_losses(cells: Cells) -> Ints:
@@ -272,8 +270,9 @@ def best_pair(best: Ints, base: int | None = None) -> int:
     first, last, both = (best[:, state] - inner for state in (FIRST, LAST, BOTH))
     value = int(both.max())
     if len(best) > 1:
-        top = int(first.argmax())
-        for one in {top, int(np.argmax(np.where(np.arange(len(first)) == top, NEVER, first)))}:
-            others = np.delete(last, one)
-            value = max(value, int(first[one]) + int(others.max()))
+        # Two candidates each are enough to avoid that one cell is taken for both.
+        for one in np.argpartition(-first, 1)[:2]:
+            for other in np.argpartition(-last, 1)[:2]:
+                if one != other:
+                    value = max(value, int(first[one] + last[other]))
     return base + value

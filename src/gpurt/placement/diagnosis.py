@@ -67,22 +67,25 @@ _COUNTED: Final = frozenset(
     }
 )  # fmt: skip
 """Causes of bytes and numbers: counting tells them at once, and there is no search for what would help."""
+_PROMPT: Final = 0.08
+"""Seconds from the beginning after which, where such a cause has one change that helps, no more are looked for."""
 _FEW: Final = 64
 """Devices up to which there is a search whatever the cause."""
 
 
-def counted_out(problem: Problem) -> bool:
-    """Counting proves, within milliseconds, that there is no plan."""
-    return Feasibility(monotonic(), search=0).impossible(problem)
+def counted_out(
+    problem: Problem, *, seconds: float = 2.0, cancelled: Callable[[], bool] = lambda: False
+) -> InfeasiblePlacement | None:
+    """The error, with its report, where counting proves within milliseconds that there is no plan."""
+    feasibility = _feasibility(seconds, cancelled)
+    return _error(_Diagnosis(problem, feasibility, prompt=True).report()) if feasibility.impossible(problem) else None
 
 
 def refusal(
     problem: Problem, *, seconds: float = 2.0, cancelled: Callable[[], bool] = lambda: False
 ) -> InfeasiblePlacement:
     """The error for a problem that has no plan, with its report."""
-    report = diagnose(problem, seconds=seconds, cancelled=cancelled)
-    first = f"; possible with {report.relaxations[0].change}" if report.relaxations else ""
-    return InfeasiblePlacement(report.message + first, constraint=report.constraint.value, report=report)
+    return _error(_Diagnosis(problem, _feasibility(seconds, cancelled), prompt=True).report())
 
 
 def diagnose(
@@ -90,15 +93,24 @@ def diagnose(
 ) -> InfeasibilityReport:
     """Why a problem has no plan. That it has none is taken as proved.
 
-    ``seconds`` bound the searches; what is only counted takes a tenth of a second at 1,024 devices and is always done.
+    ``seconds`` are for everything. What the solver raises for causes of bytes and numbers is told within a tenth of a
+    second, where there are many devices with the changes that were found until then; here, every change is tried.
     """
-    feasibility = Feasibility(monotonic() + seconds, search=min(0.5, seconds / 4), cancelled=cancelled)
-    return _Diagnosis(problem, feasibility).report()
+    return _Diagnosis(problem, _feasibility(seconds, cancelled), prompt=False).report()
+
+
+def _feasibility(seconds: float, cancelled: Callable[[], bool]) -> Feasibility:
+    return Feasibility(monotonic() + seconds, search=min(0.5, seconds / 4), cancelled=cancelled)
+
+
+def _error(report: InfeasibilityReport) -> InfeasiblePlacement:
+    first = f"; possible with {report.relaxations[0].change}" if report.relaxations else ""
+    return InfeasiblePlacement(report.message + first, constraint=report.constraint.value, report=report)
 
 
 class _Diagnosis:
-    def __init__(self, problem: Problem, feasibility: Feasibility) -> None:
-        self.problem, self.feasibility = problem, feasibility
+    def __init__(self, problem: Problem, feasibility: Feasibility, *, prompt: bool) -> None:
+        self.problem, self.feasibility, self.prompt = problem, feasibility, prompt
         self.field = feasibility.field(problem.devices)
         self.layers = feasibility.layers(problem)
         self.kept = feasibility.kept(problem)
@@ -135,7 +147,9 @@ class _Diagnosis:
             largest_device_bytes=int(room.max()) if taking else 0,
             filtered=filtered,
             devices=tuple(
-                DeviceRoom(device=problem.devices[index].id, usable_bytes=size, layers=number, stranded_bytes=rest)
+                DeviceRoom.model_construct(
+                    device=problem.devices[index].id, usable_bytes=size, layers=number, stranded_bytes=rest
+                )
                 for index, size, number, rest in zip(
                     taking, integers(room), integers(held), integers(stranded), strict=True
                 )
@@ -175,7 +189,7 @@ class _Diagnosis:
             return Kind.MEMORY
         if not counts_ends:
             return None
-        inner = count_layers(field, layers, rules, kept, budgets, inner=True).high
+        inner = count_layers(field, layers, rules, kept, budgets, part=(False, False)).high
         return Kind.LAYERS if inner < layers.count else Kind.ENDS
 
     def _shared_once(self, room: Ints) -> int:
@@ -240,6 +254,8 @@ class _Diagnosis:
             relaxation = find()
             if relaxation is not None:
                 found.append(relaxation)
+                if self.prompt and not search:
+                    self.feasibility.hurry(_PROMPT)
         # What gives up the cause itself comes first, then what is proved to be least.
         found.sort(key=lambda each: _GIVEN_UP.get(each.kind) is not kind)
         return tuple(found), complete
@@ -279,4 +295,5 @@ def _message(report: InfeasibilityReport, rules: Constraints) -> str:
     if kind is Kind.DOMAIN_LIMITS:
         limits = ", ".join(f"{counted(limit.stages, 'stage')} per {limit.domain}" for limit in rules.domain_limits)
         return f"with at most {limits} only {short}"
-    return f"{kind.value} cannot be kept together with the other constraints; {short} on all devices"
+    others = f"{kind.value.replace('_', ' ')} cannot be kept together with the other constraints"
+    return f"{others}; {short}" if report.short_layers else others

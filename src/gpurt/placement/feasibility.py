@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpurt.placement.building import build_instance
 from gpurt.placement.constraints import Constraints
-from gpurt.placement.counting import Bound, Rules, count_layers
+from gpurt.placement.counting import Bound, count_layers
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.engine import Clock, Engine
 from gpurt.placement.field import Field, integers
@@ -20,9 +20,10 @@ from gpurt.placement.holding import Holding, bytes_suffice, room_for_every_kind
 from gpurt.placement.instance import Ints
 from gpurt.placement.layer_bytes import LayerBytes
 from gpurt.placement.laying import Layer
+from gpurt.placement.number_rules import Rules
 from gpurt.placement.reaching import Together, always_connected, together
 from gpurt.placement.spec import ModelSpec
-from gpurt.placement.topology import Topology
+from gpurt.placement.topology import LinkMatrix, Topology
 
 _FEW: Final = 64
 """Devices up to which all of them are searched; of more, the most promising ones."""
@@ -46,10 +47,14 @@ class Feasibility:
     """
 
     def __init__(self, deadline: float, *, search: float = 0.5, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self.begin = monotonic()
         self.deadline, self.search, self.cancelled = deadline, search, cancelled
         self._fields: dict[int, tuple[Sequence[PlacementDevice], Field]] = {}
         self._layers: dict[tuple[object, ...], tuple[ModelSpec, LayerBytes]] = {}
-        self._kept: dict[tuple[object, ...], tuple[object, NDArray[np.intp]]] = {}
+        self._kept: dict[tuple[object, ...], tuple[object, NDArray[np.intp], list[tuple[str, str]]]] = {}
+        self._holdings: dict[tuple[object, ...], tuple[object, Holding]] = {}
+        self._connected: dict[int, tuple[Topology, bool]] = {}
+        self._links: dict[tuple[object, ...], tuple[object, LinkMatrix]] = {}
         self._parts: dict[tuple[object, ...], tuple[object, list[Together]]] = {}
 
     def over(self) -> bool:
@@ -58,6 +63,10 @@ class Feasibility:
     def impossible(self, problem: Problem) -> bool:
         """Counting proves that there is no plan."""
         return self._counted(problem, 0, lay=False)[0] is False
+
+    def hurry(self, seconds: float) -> None:
+        """So many seconds from the beginning are enough."""
+        self.deadline = min(self.deadline, self.begin + seconds)
 
     def ask(self, problem: Problem, *, more_bytes: int | Ints = 0, search: bool = True) -> bool | None:
         """Whether there is a plan; None: not known. ``more_bytes`` on every device, or on each."""
@@ -82,7 +91,7 @@ class Feasibility:
         wider = problem._replace(devices=with_devices(problem.devices, like, count))
         self._fields[id(wider.devices)] = wider.devices, self.field(problem.devices).plus(wider.devices)
         kept = np.concatenate([self.kept(problem), np.arange(len(problem.devices), len(wider.devices))])
-        self._kept[self._kept_key(wider)] = (wider.model, wider.devices), kept.astype(np.intp)
+        self._kept[self._kept_key(wider)] = wider.devices, kept.astype(np.intp), self.removed(problem)
         return wider
 
     def layers(self, problem: Problem) -> LayerBytes:
@@ -104,58 +113,123 @@ class Feasibility:
             _, removed = filter_devices(model, devices, rules)
             gone = {name for name, rule in removed if rule != "memory"}
             index = [place for place, device in enumerate(devices) if device.id not in gone]
-            self._kept[key] = (model, devices), np.array(index, dtype=np.intp)
+            self._kept[key] = devices, np.array(index, dtype=np.intp), removed
         return self._kept[key][1]
+
+    def removed(self, problem: Problem) -> list[tuple[str, str]]:
+        """Devices that take no part, as :func:`gpurt.placement.grouping.filter_devices` tells it."""
+        self.kept(problem)
+        return self._kept[self._kept_key(problem)][2]
 
     @staticmethod
     def _kept_key(problem: Problem) -> tuple[object, ...]:
-        rules = problem.constraints
-        return id(problem.model), id(problem.devices), rules.exclude_devices, rules.exclude_nodes
+        model, rules = problem.model, problem.constraints
+        layers = {id(layer): layer for layer in model.layers}.values()
+        asked = frozenset((each.dtype, each.operations, each.largest_tensor_bytes) for each in layers)
+        return id(problem.devices), model.backends, model.dtype, asked, rules.exclude_devices, rules.exclude_nodes
+
+    def links(self, problem: Problem) -> LinkMatrix:
+        """Between the devices that take part."""
+        _, devices, topology, _ = problem
+        kept = self.kept(problem)
+        key = id(topology), id(devices), kept.tobytes()
+        if key not in self._links:
+            chosen = [devices[index] for index in integers(kept)]
+            inside = topology.within(chosen) if len(chosen) < len(devices) else topology
+            self._links[key] = (topology, devices), inside.dense(chosen)
+        return self._links[key][1]
 
     def parts(self, problem: Problem) -> list[Together]:
         """Sets of kept devices that reach each other."""
         model, devices, topology, rules = problem
         kept = self.kept(problem)
-        if always_connected(topology, rules):
-            return [Together(kept, direct=True)] if len(kept) else []
+        if rules.max_link_seconds is None and self._always_connected(topology):
+            return [Together(kept, None, None)] if len(kept) else []
         groups = max(self.rules(problem).sizes) > 1
         key = id(topology), id(devices), kept.tobytes(), rules.max_link_seconds, rules.workload.batch, groups
         if key not in self._parts:
             field = self.field(devices)
-            chosen = [devices[index] for index in integers(kept)]
-            inside = topology.within(chosen) if len(chosen) < len(devices) else topology
-            found = together(model, chosen, inside, rules, field.cell[kept], groups=groups)
-            self._parts[key] = (topology, devices), [Together(kept[part.members], part.direct) for part in found]
+            found = together(model, self.links(problem), rules, field.cell[kept], groups=groups)
+            self._parts[key] = (
+                (topology, devices),
+                [Together(kept[part.members], part.onward, part.back) for part in found],
+            )
         return self._parts[key][1]
+
+    def _always_connected(self, topology: Topology) -> bool:
+        if id(topology) not in self._connected:
+            self._connected[id(topology)] = topology, always_connected(topology)
+        return self._connected[id(topology)][1]
+
+    def _holding(self, problem: Problem) -> Holding | None:
+        """None where every device that takes part may hold every layer."""
+        model, devices, _, rules = problem
+        layers = {id(layer): layer for layer in model.layers}.values()
+        if not rules.pins and len({(each.dtype, each.operations, each.largest_tensor_bytes) for each in layers}) == 1:
+            return None
+        key = id(model), id(devices), rules.pins
+        if key not in self._holdings:
+            self._holdings[key] = (model, devices), Holding(model, rules, devices)
+        return self._holdings[key][1]
 
     def _counted(self, problem: Problem, more_bytes: int | Ints, *, lay: bool = True) -> tuple[bool | None, bool]:
         """The verdict of counting, and whether a search may know more."""
         field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
         budgets = field.raw + more_bytes
         kept = self.kept(problem)
-        if self._short(field, layers, rules, kept, budgets):
+        alone = self._always_connected(problem.topology) and not problem.constraints.same_backend
+        if not alone and count_layers(field, layers, rules, kept, budgets).high < layers.count:
+            # Already all devices together, whatever reaches what, do not do.
             return False, False
-        holding: Holding | None = None
-        unknown = False
+        answers = {self._of_part(problem, rules, part, budgets, lay=lay) for part in self.parts(problem)}
+        if True in answers:
+            return True, False
+        return (None, True) if None in answers else (False, False)
+
+    def devices_that_do(self, problem: Problem) -> list[PlacementDevice] | None:
+        """Some devices on which there is a plan that keeps the rules of number, where counting knows them."""
+        field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
         for part in self.parts(problem):
             for chosen in self._by_backend(problem, field, part.members):
-                bound = count_layers(field, layers, rules, chosen, budgets)
-                if bound.high < layers.count or not bytes_suffice(layers, rules, chosen, budgets):
-                    continue
-                holding = holding or Holding(problem.model, problem.constraints, problem.devices)
-                here = bool(holding.holds[chosen].all() and holding.takes[chosen].all())
-                if here and layers.uniform and part.direct and bound.low >= layers.count:
-                    return True, False
-                if not here and not room_for_every_kind(field, layers, rules, holding, chosen, budgets):
-                    continue
-                unknown = True
-                if lay and part.direct and Layer(field, layers, rules, holding, chosen, budgets).possible():
-                    return True, False
-        return (None, True) if unknown else (False, False)
+                bound = count_layers(field, layers, rules, chosen, field.raw)
+                if bound.low >= layers.count and bound.devices and part.direct and layers.uniform:
+                    return [problem.devices[index] for index in bound.devices]
+        return None
 
-    def _short(self, field: Field, layers: LayerBytes, rules: Rules, kept: NDArray[np.intp], budgets: Ints) -> bool:
-        """Already all devices together, whatever reaches what, do not do."""
-        return count_layers(field, layers, rules, kept, budgets).high < layers.count
+    def ask_joined(self, problem: Problem, names: Sequence[str]) -> bool | None:
+        """Whether there is a plan on the devices named and all that each of them reaches, if they all reached each
+        other directly."""
+        place = self.field(problem.devices).place
+        wanted = {place[name] for name in names}
+        parts = [part for part in self.parts(problem) if wanted & set(integers(part.members))]
+        members = np.sort(np.concatenate([part.members for part in parts]))
+        budgets = self.field(problem.devices).raw
+        answer = self._of_part(problem, self.rules(problem), Together(members, None, None), budgets, lay=True)
+        return None if answer and not all(part.direct for part in parts) else answer
+
+    def _of_part(self, problem: Problem, rules: Rules, part: Together, budgets: Ints, *, lay: bool) -> bool | None:
+        """The verdict of counting for the devices of one part."""
+        field, layers = self.field(problem.devices), self.layers(problem)
+        holding = self._holding(problem)
+        unknown = False
+        for chosen in self._by_backend(problem, field, part.members):
+            if not bytes_suffice(layers, rules, chosen, budgets):
+                continue
+            bound = count_layers(field, layers, rules, chosen, budgets)
+            if bound.high < layers.count:
+                continue
+            here = holding is None or bool(holding.holds[chosen].all() and holding.takes[chosen].all())
+            if here and layers.uniform and part.direct and bound.low >= layers.count:
+                return True
+            holding = holding or Holding(problem.model, problem.constraints, problem.devices)
+            if not here and not room_for_every_kind(field, layers, rules, holding, chosen, budgets):
+                continue
+            unknown = True
+            # Where nothing but numbers matters, counting knows already what can be laid out.
+            known = here and layers.uniform and part.direct and len(chosen) > _FEW
+            if lay and not known and Layer(field, layers, rules, holding, chosen, budgets, part).possible():
+                return True
+        return None if unknown else False
 
     @staticmethod
     def _by_backend(problem: Problem, field: Field, members: NDArray[np.intp]) -> list[NDArray[np.intp]]:

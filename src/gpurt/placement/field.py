@@ -35,9 +35,16 @@ class Field:
         self.cell = _numbers([(device.node, device.backend) for device in devices])
         self._domains: dict[str, NDArray[np.intp]] = {}
 
+    @cached_property
+    def node_names(self) -> dict[str, int]:
+        """Number of each node."""
+        return {device.node: int(number) for device, number in zip(self.devices, self.node, strict=True)}
+
     def plus(self, devices: tuple[PlacementDevice, ...]) -> Field:
         """With more devices behind these: ``devices`` are all of them. Each new one is on a node of its own."""
         wider = copy(self)
+        for name in ("node_names", "pools"):
+            wider.__dict__.pop(name, None)
         extra = devices[len(self.devices) :]
         wider.devices = devices
         budgets = [device.usable_bytes - device.reserve_bytes - device.overhead_bytes for device in extra]
@@ -106,37 +113,39 @@ def single_cells(layers: LayerBytes, budgets: Ints, members: NDArray[np.intp], m
     return Cells(table, members[:, None])
 
 
-def grouped_cells(layers: LayerBytes, budgets: Ints, members: NDArray[np.intp], sizes: Sequence[int]) -> Cells:
-    """Cells with groups of these sizes: ``budgets[c, i]``, descending in each row.
+def grouped_cells(
+    layers: LayerBytes, budgets: Ints, members: NDArray[np.intp], sizes: Sequence[int], stages: int | None
+) -> Cells:
+    """Cells with groups of these sizes: ``budgets[c, i]``, descending in each row. ``stages``: more are of no interest,
+    0: their number is of none, and all are in the last column.
 
     A group holds what its smallest device lets it, so that the best groups are neighbours in this order: exchange a
     larger device for a smaller one and no group loses. The table is a dynamic programme along the row.
     """
     cells, width = budgets.shape
-    fits = {
-        (size, state): layers.fit(budgets.ravel(), size, extra).reshape(budgets.shape)
-        for size in sizes
-        if size <= width
-        for state, extra in ((INNER, 0), (FIRST, layers.ends[0]), (LAST, layers.ends[1]))
-    }
-    rest = [np.full((cells, width + 1, 4), NEVER, dtype=np.int64) for _ in range(width + 1)]
+    most = width if stages is None else min(width, max(1, stages))
+    rest = [np.full((cells, most + 1, 4), NEVER, dtype=np.int64) for _ in range(width + 1)]
+    held: dict[int, list[Ints]] = {}
+    for size in sizes:
+        if size <= width:
+            found = [layers.fit(budgets.ravel(), size, extra).reshape(budgets.shape) for extra in (0, *layers.ends)]
+            held[size] = [np.where(fit > 0, fit, NEVER)[:, :, None, None] for fit in found]
     for place in range(width, -1, -1):
         now = rest[place]
         now[:, 0, INNER] = 0
-        for size in sizes:
-            if place + size > width:
+        target = now[:, 1:, :]
+        for size, (inner, first, last) in held.items():
+            end = place + size
+            if end > width:
                 continue
-            after = rest[place + size][:, :-1, :]
-            target = now[:, 1:, :]
-            for state in (INNER, FIRST, LAST):
-                held = fits[size, state][:, place + size - 1]
-                value = np.where(held > 0, held, NEVER)[:, None]
-                if state == INNER:
-                    np.maximum(target, value[:, :, None] + after, out=target)
-                    continue
-                other = LAST if state == FIRST else FIRST
-                np.maximum(target[:, :, state], value + after[:, :, INNER], out=target[:, :, state])
-                np.maximum(target[:, :, BOTH], value + after[:, :, other], out=target[:, :, BOTH])
+            after = rest[end]
+            after = after[:, :-1, :] if stages != 0 else after.max(axis=1, keepdims=True)
+            np.maximum(target, inner[:, end - 1] + after, out=target)
+            # With the embedding: nothing besides it, or the head behind it; and the other way round.
+            into = target[:, :, FIRST::2]
+            np.maximum(into, first[:, end - 1] + after[:, :, INNER::2], out=into)
+            into = target[:, :, LAST:]
+            np.maximum(into, last[:, end - 1] + after[:, :, :LAST], out=into)
         np.maximum(now, NEVER, out=now)
     return Cells(rest[0], members)
 
@@ -150,14 +159,15 @@ def cells_of(
     alone: Ints,
     most: Ints,
     least: Ints,
+    stages: int | None,
 ) -> list[Cells]:
     """The cells of the chosen devices; ``budgets``, ``alone``, ``most`` and ``least`` are of all devices.
 
-    Devices in ``alone`` join no group.
+    Devices in ``alone`` join no group; ``stages`` as in :func:`grouped_cells`.
     """
     if max(sizes) == 1:
         return [single_cells(layers, budgets[chosen], chosen, most[chosen], least[chosen])]
-    apart = np.isin(chosen, alone)
+    apart = np.isin(chosen, alone) if alone.size else np.zeros(len(chosen), dtype=np.bool_)
     found: list[Cells] = []
     if apart.any():
         found.append(
@@ -169,5 +179,5 @@ def cells_of(
     for width in np.unique(counts):
         rows = np.asarray(starts[counts == width], dtype=np.intp)[:, None] + np.arange(int(width))[None, :]
         members = order[rows]
-        found.append(grouped_cells(layers, budgets[members], members, sizes))
+        found.append(grouped_cells(layers, budgets[members], members, sizes, stages))
     return found

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.field import FIRST, INNER, LAST, NEVER, Cells, Field
-from gpurt.placement.instance import Ints
+from gpurt.placement.field import FIRST, INNER, LAST, NEVER, Cells, Field, integers
+from gpurt.placement.instance import Floats, Ints
 
 Domain = tuple[NDArray[np.intp], int]
 """Number of the domain of each device (-1: none), and the most stages in one of them."""
@@ -47,7 +47,10 @@ def choose_stages(
     required_nodes: Collection[int],
 ) -> Choice:
     """Stages with most layers under the limits; what is required comes first where it is a cell of its own."""
-    steps = sorted((step for index, found in enumerate(cells) for step in _steps(found, index)), key=_rank)
+    if len(cells) == 1 and cells[0].table.shape[1] == 2 and not required_nodes:
+        return _choose_devices(cells[0], limit, domains, required)
+    first = None if domains or required or required_nodes else limit
+    steps = sorted((step for index, found in enumerate(cells) for step in _steps(found, index, first)), key=_rank)
     forced = _forced(steps, cells, field, required, required_nodes)
     steps = [*forced, *(step for step in steps if step not in forced)] if forced else steps
     left = limit if limit is not None else sum(step.stages for step in steps)
@@ -75,9 +78,7 @@ def choose_stages(
         left -= step.stages
         held += step.layers
         taken[step.cells][step.row] += step.stages
-    single = all(found.table.shape[1] == 2 for found in cells)
-    laminar = _laminar(domains)
-    if single and laminar:
+    if all(found.table.shape[1] == 2 for found in cells) and _laminar(domains):
         return Choice(taken, held, all(_monotone(found) for found in cells))
     high = _at_most(steps, limit, None)
     for place, (_, most) in enumerate(domains):
@@ -85,12 +86,61 @@ def choose_stages(
     return Choice(taken, max(high, held), exact=False)
 
 
+def _choose_devices(cells: Cells, limit: int | None, domains: Sequence[Domain], required: Collection[int]) -> Choice:
+    """As above, where every cell is one device."""
+    one = cells.table[:, 1]
+    members = cells.members[:, 0]
+    wanted = np.isin(members, list(required)) if required else np.zeros(len(members), dtype=np.bool_)
+    order = np.lexsort((-one[:, LAST], -one[:, FIRST], -one[:, INNER], ~wanted))
+    order = order[one[order, INNER] > 0]
+    taken = np.zeros(len(members), dtype=np.int64)
+    if domains:
+        left = len(order) if limit is None else limit
+        room: list[dict[int, int]] = [{} for _ in domains]
+        names = [integers(numbers[members[order]]) for numbers, _ in domains]
+        for place, row in enumerate(integers(order)):
+            if not left:
+                break
+            inside = [(used, each[place], most) for used, each, (_, most) in zip(room, names, domains, strict=True)]
+            if any(name >= 0 and used.get(name, 0) >= most for used, name, most in inside):
+                continue
+            for used, name, _ in inside:
+                used[name] = used.get(name, 0) + 1
+            left -= 1
+            taken[row] = 1
+    else:
+        taken[order[:limit]] = 1
+    held = int(one[taken > 0, INNER].sum())
+    if _laminar(domains):
+        return Choice([taken], held, _monotone(cells))
+    ranked = one[order, INNER]
+    high = int(ranked[:limit].sum())
+    for numbers, most in domains:
+        place = numbers[members[order]]
+        rank = np.zeros(len(place), dtype=np.int64)
+        for name in np.unique(place[place >= 0]):
+            inside = place == name
+            rank[inside] = np.arange(int(inside.sum()))
+        high = min(high, int(ranked[rank < most].sum()))
+    return Choice([taken], max(high, held), exact=False)
+
+
 def _rank(step: _Step) -> tuple[float, int, int]:
     return step.order
 
 
-def _steps(cells: Cells, index: int) -> list[_Step]:
-    """The concave hull of each cell's table, as steps of falling worth."""
+def _promising(cells: Cells, limit: int | None) -> list[int]:
+    """Cells that can be among the first ``limit`` steps: those whose own first step is."""
+    count = len(cells.members)
+    if limit is None or limit >= count:
+        return list(range(count))
+    stages = np.arange(1, cells.table.shape[1], dtype=np.int64)
+    rate: Floats = np.max(cells.table[:, 1:, INNER] / stages, axis=1)
+    return integers(np.sort(np.argpartition(-rate, limit)[: limit + 1]))
+
+
+def _steps(cells: Cells, index: int, first: int | None) -> list[_Step]:
+    """The concave hull of each cell's table, as steps of falling worth; ``first``: so many steps are enough."""
     if cells.table.shape[1] == 2:
         one = cells.table[:, 1]
         values: list[list[int]] = one.tolist()
@@ -100,7 +150,8 @@ def _steps(cells: Cells, index: int) -> list[_Step]:
             if row[INNER] > 0
         ]
     found: list[_Step] = []
-    for place, row in enumerate(cells.table[:, :, INNER].tolist()):
+    places = _promising(cells, first)
+    for place, row in zip(places, cells.table[places, :, INNER].tolist(), strict=True):
         at = 0
         while True:
             gains = [((row[k] - row[at]) / (k - at), k) for k in range(at + 1, len(row)) if row[k] > row[at]]

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpurt.placement.constraints import Constraints
-from gpurt.placement.counting import Rules, count_layers
+from gpurt.placement.counting import count_layers
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.field import Field
 from gpurt.placement.grouping import can_compute
 from gpurt.placement.instance import Bools, Ints
 from gpurt.placement.layer_bytes import LayerBytes
+from gpurt.placement.number_rules import Rules
 from gpurt.placement.spec import LayerSpec, ModelSpec
 
 _KINDS_LIMIT: Final = 6
@@ -45,8 +46,6 @@ class Holding:
                 if device.id not in pin.devices and device.node not in pin.nodes
             ]
             self.holds[outside, pin.start : pin.end] = False
-        self.everywhere = bool(self.holds.all() and self.takes.all())
-        """Every device may hold every layer."""
 
     def _able(self, model: ModelSpec, kinds: Sequence[LayerSpec], device: PlacementDevice) -> tuple[Bools, Bools]:
         able = np.array([can_compute(device, layer, model) for layer in kinds])[self.kind]
@@ -69,21 +68,25 @@ def room_for_every_kind(
 
     Layers that the same devices may hold are of one kind; any kinds together need as much room as they have layers.
     """
-    holds = holding.holds[chosen]
-    patterns, kind = np.unique(holds, axis=1, return_inverse=True)
-    kind = kind.ravel()
+    columns = np.ascontiguousarray(holding.holds[chosen].T)
+    numbers: dict[bytes, int] = {}
+    kind = np.array([numbers.setdefault(column.tobytes(), len(numbers)) for column in columns], dtype=np.intp)
+    _, where = np.unique(kind, return_index=True)
+    patterns = columns[where].T
     sizes = np.bincount(kind)
-    number = patterns.shape[1]
+    number = len(numbers)
+    free = rules.without_names()
     most = number if number <= _KINDS_LIMIT else 1
     for size in range(1, most + 1):
         for picked in combinations(range(number), size):
             able = patterns[:, picked].any(axis=1)
             wanted = int(sizes[list(picked)].sum())
+            part = int(kind[0]) in picked, int(kind[-1]) in picked
             if not able.any():
                 return False
             if able.all():
                 continue
-            if count_layers(field, layers, rules.without_names(), chosen[able], budgets, inner=True).high < wanted:
+            if count_layers(field, layers, free, chosen[able], budgets, part=part).high < wanted:
                 return False
     return True
 

@@ -8,11 +8,12 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.counting import Rules
 from gpurt.placement.field import Field, integers
 from gpurt.placement.holding import Holding
 from gpurt.placement.instance import Bools, Ints
 from gpurt.placement.layer_bytes import LayerBytes
+from gpurt.placement.number_rules import Rules
+from gpurt.placement.reaching import Together
 
 Order = Literal["largest", "smallest", "scarcest"]
 _ORDERS: Final[tuple[Order, ...]] = ("scarcest", "largest", "smallest")
@@ -33,7 +34,7 @@ class _Units:
 
 
 class Layer:
-    """Lays layers on the chosen devices, any of which reaches any other. Rules of numbers are kept."""
+    """Lays layers on the chosen devices of a part, along its links. Rules of numbers are kept."""
 
     def __init__(
         self,
@@ -43,8 +44,11 @@ class Layer:
         holding: Holding,
         chosen: NDArray[np.intp],
         budgets: Ints,
+        part: Together,
     ) -> None:
-        self.field, self.layers, self.rules, self.holding = field, layers, rules, holding
+        self.field, self.layers, self.rules, self.holding, self.part = field, layers, rules, holding, part
+        self.position = np.zeros(len(field.devices), dtype=np.intp)
+        self.position[part.members] = np.arange(len(part.members))
         self.chosen, self.budgets = chosen, budgets
         self.weights, self.kv = (np.concatenate([[0], np.cumsum(table)]) for table in (layers.weights, layers.kv))
 
@@ -64,7 +68,8 @@ class Layer:
             for cell in np.unique(self.field.cell[order]):
                 inside = order[self.field.cell[order] == cell]
                 inside = self._one_of_each_memory(inside)
-                found += [inside[at : at + share] for at in range(0, len(inside) - share + 1, share)]
+                groups = [inside[at : at + share] for at in range(0, len(inside) - share + 1, share)]
+                found += [group for group in groups if self._joined(group)]
             members = np.array(found, dtype=np.intp).reshape(-1, share)
         holds = np.asarray(self.holding.holds[members].all(axis=1), dtype=np.bool_)
         count = self.layers.count
@@ -83,6 +88,11 @@ class Layer:
     def _one_of_each_memory(self, devices: NDArray[np.intp]) -> NDArray[np.intp]:
         drop = [index for pool in self.field.pools for index in [each for each in devices if each in pool][1:]]
         return devices[~np.isin(devices, drop)]
+
+    def _joined(self, group: NDArray[np.intp]) -> bool:
+        """Its devices reach each other, so that they can sum up."""
+        place = self.position[group]
+        return self.part.back is None or bool(self.part.back[np.ix_(place, place)].all())
 
     def _fit(self, units: _Units, start: int, extra: int) -> Ints:
         """Most layers of each unit from ``start`` on."""
@@ -106,11 +116,13 @@ class Layer:
         while done < count:
             allowed = free & self._allowed(units, used)
             if done:
-                allowed &= units.takes[:, done]
+                allowed &= units.takes[:, done] & self._reached(self.part.onward, units, units.members[used[-1]])
             embedding = self.layers.ends[0] if done == 0 else 0
             fit = self._fit(units, done, embedding)
             ends = self.layers.both if done == 0 else self.layers.ends[1]
             finishing = allowed & (self._fit(units, done, ends) >= count - done) & (least <= count - done)
+            if used:
+                finishing &= self._reaching(self.part.back, units, units.members[used[0]])
             if finishing.any() and self._finished(units, [*used, int(np.argmax(finishing))]):
                 return True
             # A layer is left for the last stage, which has to hold the head.
@@ -123,6 +135,20 @@ class Layer:
             free[unit] = False
             done += int(fit[unit])
         return False
+
+    def _reached(self, ways: Bools | None, units: _Units, sender: NDArray[np.intp]) -> Bools:
+        """Units all of whose devices are reached by some device of the sender."""
+        if ways is None:
+            return np.ones(len(units.members), dtype=np.bool_)
+        some = np.logical_or.reduce(ways[self.position[sender]], axis=0)
+        return np.logical_and.reduce(some[self.position[units.members]], axis=1)
+
+    def _reaching(self, ways: Bools | None, units: _Units, receiver: NDArray[np.intp]) -> Bools:
+        """Units some device of which reaches each device of the receiver."""
+        if ways is None:
+            return np.ones(len(units.members), dtype=np.bool_)
+        each = ways[:, self.position[receiver]][self.position[units.members]]
+        return np.logical_and.reduce(np.logical_or.reduce(each, axis=1), axis=1)
 
     def _pick(self, units: _Units, among: NDArray[np.intp], fit: Ints, order: Order) -> int:
         wanted = np.isin(units.members[among], self.rules.required).any(axis=1)

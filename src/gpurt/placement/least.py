@@ -28,6 +28,8 @@ def least_steps(feasibility: Feasibility, ask: Ask, most: int, *, search: bool, 
     low, refuted, high = 0, 0, None
     step = min(max(1, guess), most)
     while high is None:
+        if feasibility.over():
+            return None
         answer = ask(step, False)
         if answer:
             high = step
@@ -37,7 +39,7 @@ def least_steps(feasibility: Feasibility, ask: Ask, most: int, *, search: bool, 
             if step == most:
                 break
             step = min(most, step * 4)
-    while high is not None and high - low > 1:
+    while high is not None and high - low > 1 and not feasibility.over():
         middle = (low + high) // 2
         answer = ask(middle, False)
         if answer:

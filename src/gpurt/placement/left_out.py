@@ -7,7 +7,6 @@ import numpy as np
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.feasibility import Feasibility, Problem
 from gpurt.placement.field import integers
-from gpurt.placement.grouping import filter_devices
 from gpurt.placement.infeasibility import FilteredDevice, FilterReason
 from gpurt.placement.spec import ModelSpec
 
@@ -16,9 +15,8 @@ def filtered_devices(problem: Problem, feasibility: Feasibility) -> tuple[Filter
     """In the order of the devices."""
     model, devices, _, rules = problem
     found: dict[str, tuple[FilterReason, str]] = {}
-    _, removed = filter_devices(model, devices, rules)
     field = feasibility.field(devices)
-    for name, rule in removed:
+    for name, rule in feasibility.removed(problem):
         device = devices[field.place[name]]
         if rule == "excluded":
             by = device.id if device.id in rules.exclude_devices else f"node {device.node}"
@@ -55,7 +53,7 @@ def filtered_devices(problem: Problem, feasibility: Feasibility) -> tuple[Filter
                 text = "it does not reach the devices that hold most"
                 found.setdefault(devices[index].id, (FilterReason.NOT_CONNECTED, text))
     return tuple(
-        FilteredDevice(
+        FilteredDevice.model_construct(
             device=device.id, reason=found[device.id][0], detail=found[device.id][1], usable_bytes=device.budget_bytes
         )
         for device in devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import product
 from typing import Final
 
@@ -44,7 +44,8 @@ class _Nodes:
         np.maximum.at(self.first, node, best[:, FIRST] - inner)
         np.maximum.at(self.last, node, best[:, LAST] - inner)
         np.maximum.at(self.both, node, best[:, BOTH] - inner)
-        self.pair = np.maximum(self.both, np.maximum(self.first + self.last, NEVER))
+        several = np.bincount(node, minlength=count) > 1
+        self.pair = np.where(several, np.maximum(self.both, np.maximum(self.first + self.last, NEVER)), self.both)
         """Of the embedding and the head on one node, at most."""
 
     def exact_pair(self, index: int) -> int:
@@ -75,22 +76,23 @@ class _Nodes:
                     consider(int(self.first[one] + self.last[other]), (one, other))
         return max(found, key=lambda pair: pair[0], default=(NEVER, list[int]()))
 
-    def _together(self, top: list[int], rest: Ints, consider: object) -> None:
+    def _together(self, top: list[int], rest: Ints, consider: Callable[[int, Sequence[int]], None]) -> None:
         """Embedding and head on one node: the best of those with most room, and of the others where that is better."""
-        assert callable(consider)
-        done = NEVER
+        best = NEVER, -1
         for index in sorted(top, key=lambda index: -int(self.pair[index])):
-            if int(self.pair[index]) <= done:
+            if int(self.pair[index]) <= best[0]:
                 break
-            done = max(done, self.exact_pair(index))
-            consider(self.exact_pair(index), (index,))
-        done = NEVER
+            best = max(best, (self.exact_pair(index), index))
+        if best[0] > NEVER:
+            consider(best[0], (best[1],))
+        outer = NEVER, NEVER, -1
         for index in integers(rest[np.argsort(-(self.inner + self.pair)[rest], kind="stable")]):
-            if int(self.inner[index] + self.pair[index]) <= done:
+            if int(self.inner[index] + self.pair[index]) <= outer[0]:
                 break
             value = self.exact_pair(index)
-            done = max(done, int(self.inner[index]) + value)
-            consider(value, (index,))
+            outer = max(outer, (int(self.inner[index]) + value, value, index))
+        if outer[0] > NEVER:
+            consider(outer[1], (outer[2],))
 
 
 def _two(values: Ints, among: list[int]) -> list[int]:

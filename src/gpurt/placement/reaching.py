@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpurt.placement.constraints import Constraints
-from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.instance import Bools
 from gpurt.placement.spec import ModelSpec
-from gpurt.placement.topology import Topology
+from gpurt.placement.topology import LinkMatrix, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +18,20 @@ class Together:
     """Devices that reach each other."""
 
     members: NDArray[np.intp]
-    direct: bool
-    """Each of them reaches each other one by its own link, so that any order will do."""
+    onward: Bools | None
+    """``[i, j]``: from member i to member j there is a way that layers may be handed over by; None: between all."""
+    back: Bools | None
+    """As ``onward``, for the way from the last stage to the first."""
+
+    @property
+    def direct(self) -> bool:
+        """Any order will do."""
+        return self.onward is None
 
 
-def always_connected(topology: Topology, constraints: Constraints) -> bool:
-    """Nothing in the topology or in the constraints forbids a link: told without looking at every pair."""
-    if constraints.max_link_seconds is not None or topology.cut:
+def always_connected(topology: Topology) -> bool:
+    """Nothing in the topology forbids a link: told without looking at every pair."""
+    if topology.cut:
         return False
     if any(assumed is None for assumed in topology.classes.values()) or len(topology.classes) < 3:
         return False
@@ -35,8 +40,7 @@ def always_connected(topology: Topology, constraints: Constraints) -> bool:
 
 def together(
     model: ModelSpec,
-    devices: Sequence[PlacementDevice],
-    topology: Topology,
+    links: LinkMatrix,
     constraints: Constraints,
     cells: NDArray[np.intp],
     *,
@@ -47,7 +51,6 @@ def together(
     ``cells``: number of the node and backend of each device; with ``groups``, devices of a cell are taken together,
     since one of a tensor-parallel group may receive and another one send.
     """
-    links = topology.dense(devices)
     back = np.isfinite(links.latency)
     payloads = [layer.activation_bytes_per_token * constraints.workload.batch for layer in model.layers[:-1]] or [0]
     limit = constraints.max_link_seconds
@@ -63,8 +66,9 @@ def together(
         ways = able[inside] | able[inside].T
         for part in _components(ways | alike[inside] if groups else ways):
             members = circle[part]
-            direct = bool(sure[np.ix_(members, members)].all())
-            found.append(Together(members, direct))
+            block = np.ix_(members, members)
+            every = bool(sure[block].all())
+            found.append(Together(members, None if every else sure[block], None if every else back[block]))
     return sorted(found, key=lambda part: -len(part.members))
 
 

@@ -193,8 +193,9 @@ class RuleRelaxations:
         fit = layers.fit(field.raw)
         parts = sorted(feasibility.parts(problem), key=lambda part: -int(fit[part.members].sum()))
         names = [problem.devices[int(part.members[field.raw[part.members].argmax()])].id for part in parts[:64]]
-        return self._least(
-            lambda steps: Relaxation(
+
+        def build(steps: int) -> Relaxation:
+            return Relaxation(
                 kind=RelaxationKind.CONNECT,
                 change=f"ways between {listed(names[: steps + 1])} and the devices that each of them reaches",
                 amount=steps + 1,
@@ -202,17 +203,26 @@ class RuleRelaxations:
                 step=1,
                 names=tuple(names[: steps + 1]),
                 minimal=True,
-            ),
-            len(names) - 1,
-        )
+            )
+
+        def ask(steps: int, search: bool) -> bool | None:
+            answer = feasibility.ask_joined(problem, names[: steps + 1])
+            # The limit of hand-overs counts for the new ways as well.
+            if answer is False or (answer and self.problem.constraints.max_link_seconds is None):
+                return answer
+            return feasibility.ask(changed(build(steps), self.problem)) if search else None
+
+        least = least_steps(feasibility, ask, len(names) - 1, search=self.search)
+        if least is None:
+            return None
+        less = least.steps if least.steps > 1 else None
+        return build(least.steps).model_copy(update={"less": less, "minimal": least.minimal})
 
     def _link_seconds(self) -> Relaxation | None:
         problem, feasibility = self.problem, self.feasibility
         before = problem.constraints.max_link_seconds
         assert before is not None
-        kept = feasibility.kept(problem)
-        chosen = [problem.devices[index] for index in integers(kept)]
-        links = problem.topology.within(chosen).dense(chosen)
+        links = feasibility.links(problem)
         batch = problem.constraints.workload.batch
         payloads = {layer.activation_bytes_per_token * batch for layer in problem.model.layers[:-1]} or {0}
         seconds = np.unique(np.concatenate([links.seconds(payload).ravel() for payload in payloads]))

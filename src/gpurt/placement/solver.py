@@ -19,7 +19,7 @@ from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.diagnosis import counted_out, refusal
 from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
 from gpurt.placement.errors import InvalidPlacementInput, PlacementCancelled, PlacementTimeout
-from gpurt.placement.feasibility import Problem
+from gpurt.placement.feasibility import Feasibility, Problem
 from gpurt.placement.inputs import check_inputs
 from gpurt.placement.instance import Instance
 from gpurt.placement.plan import Plan
@@ -29,6 +29,8 @@ from gpurt.placement.validation import validate_plan
 
 DEFAULT_BUDGET: Final = 10.0
 """Seconds; a plan that is proved sooner is returned sooner."""
+_FIRST_TRY: Final = 0.9
+"""Share of the time for the search among all devices."""
 
 
 class ConstraintSatisfactionPlacement:
@@ -71,15 +73,16 @@ class ConstraintSatisfactionPlacement:
         # The order in which devices are given must not decide between equal plans.
         devices = sorted(devices, key=lambda device: device.id)
         problem = Problem(model, tuple(devices), topology, constraints)
-        if counted_out(problem):
-            raise refusal(problem, seconds=_reporting(clock), cancelled=cancelled)
+        refused = counted_out(problem, seconds=_reporting(clock), cancelled=cancelled)
+        if refused is not None:
+            raise refused
         best: tuple[Instance, Found] | None = None
         bound = np.inf
         parts = _parts(model, devices, constraints)
         for place, part in enumerate(parts):
             if cancelled():
                 break
-            share = Clock(max(0.01, clock.left / (len(parts) - place)), cancelled)
+            share = Clock(max(0.01, _FIRST_TRY * clock.left / (len(parts) - place)), cancelled)
             instance = build_instance(model, part, topology, constraints)
             found = _solve(instance, kind, share, seed=seed, target_gap=target_gap)
             if not instance.complete:
@@ -87,6 +90,15 @@ class ConstraintSatisfactionPlacement:
             bound = min(bound, found.bound)
             if found.steps is not None and (best is None or found.value < best[1].value):
                 best = instance, found
+        if best is None and not np.isinf(bound) and not cancelled():
+            # Where the rules leave room for few plans, these are found among the devices that counting would take.
+            few = Feasibility(clock.deadline, search=0).devices_that_do(problem)
+            if few is not None:
+                instance = build_instance(model, few, topology, constraints)
+                found = _solve(
+                    instance, kind, Clock(max(0.01, clock.left), cancelled), seed=seed, target_gap=target_gap
+                )
+                best = (instance, found) if found.steps is not None else None
         if best is None:
             if cancelled():
                 raise PlacementCancelled("cancelled before there was a plan")
