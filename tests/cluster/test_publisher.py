@@ -57,6 +57,12 @@ class Cluster:
             assert getattr(record, field) == getattr(said, field)
 
 
+    async def quiet(self) -> None:
+        """The node's token has come, and no question to the node is under way: its answer would contain the news."""
+        nodes = self.observer._nodes  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: nodes["n1"].up and not nodes["n1"].asking, "the end of the questions")
+
+
 @pytest.fixture
 async def cluster(bus: Bus) -> AsyncIterator[Cluster]:
     made = Cluster(bus)
@@ -162,6 +168,7 @@ async def test_news_too_large_for_an_event_is_fetched(cluster: Cluster) -> None:
     publisher = await cluster.node()
     await publisher.start(result(device()))
     await cluster.settled(publisher)
+    await cluster.quiet()
     many: list[GPUDevice] = [device(f"GPU-{index}", index) for index in range(400)]
     await publisher.publish_snapshot(result(*many))
     await until(lambda: len(cluster.view.snapshot().devices) == 400, "the large snapshot")
