@@ -56,7 +56,6 @@ class Cluster:
         for field in ("gpu_backend", "primary_gpu_device_id", "gpu_discovery_timestamp", "discovery_status", "host"):
             assert getattr(record, field) == getattr(said, field)
 
-
     async def quiet(self) -> None:
         """The node's token has come, and no question to the node is under way: its answer would contain the news."""
         nodes = self.observer._nodes  # pyright: ignore[reportPrivateUsage]
