@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from gpurt.placement.estimates import PerformanceEstimate, get_performance_estimate
     from gpurt.placement.explanation import explain_plan
+    from gpurt.placement.hysteresis import RepairPolicy
     from gpurt.placement.infeasibility import (
         ConstraintKind,
         DeviceRoom,
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
         get_optimal_device,
         get_optimal_device_placement,
     )
+    from gpurt.placement.repair import repair_placement
+    from gpurt.placement.replanning import FailedRepair, ProposedPlan, Replanner
+    from gpurt.placement.retelling import RepairMethod, RepairResult
     from gpurt.placement.solver import ConstraintSatisfactionPlacement
     from gpurt.placement.spec import LayerSpec, ModelSpec
     from gpurt.placement.topology import Link, LinkClass, LinkTable, Locality, Topology
@@ -72,6 +76,7 @@ __all__ = [
     "DeviceMesh",
     "DeviceRoom",
     "DomainLimit",
+    "FailedRepair",
     "FilterReason",
     "FilteredDevice",
     "InfeasibilityReport",
@@ -97,8 +102,13 @@ __all__ = [
     "PlanStatus",
     "PlanVersion",
     "Policy",
+    "ProposedPlan",
     "Relaxation",
     "RelaxationKind",
+    "RepairMethod",
+    "RepairPolicy",
+    "RepairResult",
+    "Replanner",
     "ResidentRange",
     "Stage",
     "StageLayers",
@@ -122,6 +132,7 @@ __all__ = [
     "one_step_less",
     "optimize_workload_placement",
     "predict_load",
+    "repair_placement",
     "validate_plan",
     "what_ifs",
 ]
@@ -187,6 +198,10 @@ _HOMES = {
     "topology": ("Link", "LinkClass", "LinkTable", "Locality", "Topology"),
     "validation": ("validate_plan",),
     "version": ("PlanVersion",),
+    "hysteresis": ("RepairPolicy",),
+    "repair": ("repair_placement",),
+    "replanning": ("FailedRepair", "ProposedPlan", "Replanner"),
+    "retelling": ("RepairMethod", "RepairResult"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,0 +1,254 @@
+"""A plan for the devices that there are now, as near to the former plan as can be.
+
+Three searches, each wider than the one before, until one has a plan that is good enough:
+
+1. what survives stays where it is; what is lost goes to its neighbours and to spare devices, first with hardly any
+   other movement, then with more of it;
+2. the solver on the same devices, for a moment;
+3. the solver on all devices: what it does not place cannot be placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from gpurt.placement.constraints import Constraints, ObjectiveKind
+from gpurt.placement.devices import PlacementDevice
+from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementTimeout
+from gpurt.placement.grouping import filter_devices
+from gpurt.placement.holdings import Holdings, whole_bytes
+from gpurt.placement.hysteresis import RepairPolicy
+from gpurt.placement.inputs import check_inputs
+from gpurt.placement.neighbourhood import neighbourhood, present_constraints
+from gpurt.placement.plan import Plan
+from gpurt.placement.repair_search import Candidate, RepairSearch, with_placed
+from gpurt.placement.retelling import RepairMethod, RepairResult, Teller
+from gpurt.placement.solver import DEFAULT_BUDGET, ConstraintSatisfactionPlacement
+from gpurt.placement.spec import ModelSpec
+from gpurt.placement.topology import Topology
+
+_STAY: Final = 1.0
+"""Price of moving one layer, as a share of the whole objective: hardly anything moves that need not."""
+_SHIFT: Final = 0.004
+"""The same, where up to a dozen more layers move for 5 % of the objective."""
+_SLACK: Final = 2
+"""Layers that may move besides the lost ones at first: so narrow a search is the fastest."""
+_FEW: Final = 5
+"""Survivors up to which their order is given up, too: of more, the search cannot see enough."""
+_SLOWEST: Final = (1.0, 1.25, 1.6, 2.5, np.inf)
+"""Where the slowest stage counts: how much slower it may get, one after the other."""
+_QUICK_SECONDS: Final = 0.08
+"""For the solver on the neighbourhood, without movement: with all before it, below a quarter of a second."""
+_FAR: Final = 1.15
+"""What is slower than was promised by this factor, and not proved to be near the best, gets more time."""
+_MORE_SECONDS: Final = (0.4, 1.6)
+_SKIPPED: Final = 2
+"""Survivors in a row that may be left out where nothing is lost and a change has to pay."""
+
+
+def repair_placement(
+    plan: Plan,
+    model: ModelSpec,
+    devices: Sequence[PlacementDevice],
+    topology: Topology | None = None,
+    constraints: Constraints | None = None,
+    *,
+    policy: RepairPolicy | None = None,
+    time_budget: float = DEFAULT_BUDGET,
+    seed: int = 0,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> RepairResult:
+    """A plan for ``devices``, which are those that there are now, that moves as little as can be.
+
+    Where devices of the plan are lost, or hold less than they did, the layers concerned go elsewhere at once. Where the
+    plan still stands (devices have come, or got slower or faster), it is kept unless a change near it pays for its
+    loading under ``policy``. The objective is that of ``plan``. Weights are where the plan put them, and where devices
+    say that they are (``PlacementDevice.resident``). Links and rules about what has left are left out.
+
+    Pure and deterministic, as far as no search ends by time. Blocks for tenths of a second; for up to ``time_budget``
+    seconds where nothing near the former plan is possible. The plan passes :func:`validate_plan`.
+
+    Raises: InvalidPlacementInput, InfeasiblePlacement (nothing is possible, and that is certain), PlacementTimeout,
+    PlacementCancelled.
+    """
+    repair = Repair(plan, model, devices, topology, constraints, policy=policy, seed=seed, cancelled=cancelled)
+    stays = repair.unchanged()
+    if stays is None:
+        return repair.replaced(time_budget)
+    return repair.improved(stays) or stays
+
+
+class Repair:
+    """The parts of :func:`repair_placement`, for callers that decide between them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: ModelSpec,
+        devices: Sequence[PlacementDevice],
+        topology: Topology | None = None,
+        constraints: Constraints | None = None,
+        *,
+        policy: RepairPolicy | None = None,
+        seed: int = 0,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if plan.model != model.name or plan.layer_count != model.layer_count:
+            raise InvalidPlacementInput(
+                f"it is for {plan.model} with {plan.layer_count} layers, not for {model.name} with {model.layer_count}",
+                field="plan",
+            )
+        self.kind = plan.objective
+        self.model = model
+        self.devices = sorted(devices, key=lambda device: device.id)
+        self.topology = (topology or Topology()).within(self.devices)
+        self.rules = present_constraints(constraints or Constraints(), self.devices)
+        self.policy = policy or RepairPolicy()
+        self.seed = seed
+        self.cancelled = cancelled
+        check_inputs(model, self.devices, self.topology, self.rules)
+        holdings = Holdings(model, plan, self.devices)
+        self.teller = Teller(
+            plan, model, self.devices, self.topology, constraints or Constraints(), self.policy, holdings, seed=seed
+        )
+        near = neighbourhood(plan, model, self.devices, self.topology, self.rules)
+        self.search = RepairSearch(plan, model, near, self.topology, self.rules, holdings, self.kind)
+        self.teller.lost = self.search.lost
+        self.whole = len(near) == len(filter_devices(model, self.devices, self.rules)[0])
+        """Nothing is left out of the neighbourhood."""
+
+    def unchanged(self) -> RepairResult | None:
+        """The former plan with what it gives now; None where it no longer keeps every rule."""
+        found = self.search.unchanged()
+        return None if found is None else self._told(found, RepairMethod.UNCHANGED)
+
+    def improved(self, stays: RepairResult) -> RepairResult | None:
+        """A plan near the former one that pays for its loading, or None."""
+        found = self.search.around(self.policy.seconds_per_byte, skip=_SKIPPED)
+        if found is None or not self.policy.pays(stays.value, found.value, 0.0):
+            return None
+        better = self._told(found, RepairMethod.INCREMENTAL)
+        return better if self.policy.pays(stays.value, better.value, better.load_seconds) else None
+
+    async def rethought(self, time_budget: float = DEFAULT_BUDGET) -> Plan:
+        """A plan over all devices, in which movement has the policy's price. Its value counts that: see :meth:`told`.
+
+        Raises: as :func:`repair_placement`. A cancelled caller goes on at once.
+        """
+        placed = self.teller.before.resident()
+        return await ConstraintSatisfactionPlacement().solve_placement_async(
+            self.model,
+            [with_placed(device, self.model, placed.get(device.id)) for device in self.devices],
+            self.topology,
+            self.rules.model_copy(update={"movement_seconds_per_byte": self.policy.seconds_per_byte}),
+            objective=self.kind,
+            time_budget=time_budget,
+            seed=self.seed,
+        )
+
+    def told(self, plan: Plan) -> RepairResult:
+        """A plan of :meth:`rethought` under the rules of this repair, with what it takes to come to it."""
+        used = [self.teller.by_id[name] for name in plan.devices]
+        search = RepairSearch(plan, self.model, used, self.topology, self.rules, self.teller.holdings, self.kind)
+        steps = search.steps_of(plan)
+        assert steps is not None, "the units of a plan's own devices are among the units of those devices"
+        return self.teller.of_steps(search.instance, steps, RepairMethod.FULL)
+
+    def replaced(self, time_budget: float = DEFAULT_BUDGET) -> RepairResult:
+        """A plan where the former one cannot stay: of those near the best one known, the one that moves least."""
+        share = 1 + self.policy.tolerance
+        good = self._promise() * share
+        found: list[Candidate] = []
+        for candidate in self._around():
+            found.append(candidate)
+            if candidate.value <= good:
+                return self._told(candidate, RepairMethod.INCREMENTAL)
+        # Where the neighbourhood is everything and holds nothing around the survivors, only the solver's word counts.
+        solved, bound = self._solved_near(found) if found or not self.whole else ([], 0.0)
+        if not found and not solved:
+            return self.teller.of_plan(self._solved(self.devices, self.rules, time_budget), RepairMethod.FULL)
+        limit = share * max(bound, min(candidate.value for candidate in (*found, *solved)))
+        best = min(
+            (candidate for candidate in (*found, *solved) if candidate.value <= limit),
+            key=lambda candidate: (candidate.bytes, candidate.value),
+        )
+        return self._told(best, RepairMethod.INCREMENTAL if best in found else RepairMethod.WIDER)
+
+    def _promise(self) -> float:
+        """What the best plan takes at least, devices being only lost: the former plan's value where nothing is known
+        against it; its bound where it may have been far from the best."""
+        before = self.teller.before
+        if before.bound is None or before.gap is None or before.gap <= self.policy.tolerance:
+            return self.teller.promised
+        return min(before.bound, self.teller.promised)
+
+    def _around(self) -> Iterator[Candidate]:
+        """Plans around the survivors, from the one that moves least on."""
+        search, layer = self.search, whole_bytes(self.model)
+        price = self.teller.promised / layer
+        if self.kind is ObjectiveKind.THROUGHPUT:
+            slowest = self.teller.promised * (1 + self.policy.tolerance)
+            for factor in _SLOWEST:
+                found = search.around(price * _STAY, skip=1, slowest=factor * slowest)
+                if found is not None:
+                    yield found
+            return
+        narrow = price * _STAY * layer * (search.lost + _SLACK) + self.teller.promised * 2
+        least = search.around(price * _STAY, skip=0, limit=narrow) or search.around(price * _STAY, skip=1)
+        limit = np.inf
+        if least is not None:
+            yield least
+            limit = least.value + price * _SHIFT * least.bytes
+        shifted = search.around(price * _SHIFT, skip=2, limit=limit)
+        if shifted is not None:
+            yield shifted
+            limit = shifted.value + price * _SHIFT * shifted.bytes
+        if len(search.kept) <= _FEW:
+            other = search.around(price * _SHIFT, skip=_FEW, loose=True, limit=limit)
+            if other is not None:
+                yield other
+
+    def _solved_near(self, found: Sequence[Candidate]) -> tuple[list[Candidate], float]:
+        """Plans of the solver on the neighbourhood, and what the best one there takes at least: a moment without
+        movement; with a price on it, and for longer, where what is ``found`` may be far from the best."""
+        near, promised, tolerance = self.search.devices, self.teller.promised, self.policy.tolerance
+        solved: list[Candidate] = []
+        bound = 0.0
+        for seconds, share in ((_QUICK_SECONDS, 0.0), *((seconds, _SHIFT / 2) for seconds in _MORE_SECONDS)):
+            price = share * promised / whole_bytes(self.model)
+            try:
+                rules = present_constraints(self.rules, near).model_copy(update={"movement_seconds_per_byte": price})
+                plan = self._solved(near, rules, seconds)
+            except InfeasiblePlacement:
+                break
+            except PlacementTimeout:
+                continue
+            steps = self.search.steps_of(plan)
+            if steps is not None:
+                solved.append(self.search.candidate(steps))
+            if share == 0.0:
+                bound = plan.bound or 0.0
+            least = min((candidate.value for candidate in (*found, *solved)), default=np.inf)
+            certain = plan.gap is not None and plan.gap <= tolerance
+            if certain or least <= max(bound * (1 + tolerance), promised * _FAR):
+                break
+        return solved, bound
+
+    def _solved(self, devices: Sequence[PlacementDevice], rules: Constraints, seconds: float) -> Plan:
+        return ConstraintSatisfactionPlacement().solve_placement(
+            self.model,
+            devices,
+            self.topology.within(devices),
+            rules,
+            objective=self.kind,
+            time_budget=seconds,
+            target_gap=self.policy.tolerance / 2,
+            seed=self.seed,
+            cancelled=self.cancelled,
+        )
+
+    def _told(self, candidate: Candidate, method: RepairMethod) -> RepairResult:
+        return self.teller.of_steps(self.search.instance, candidate.steps, method)
