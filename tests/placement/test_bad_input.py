@@ -122,6 +122,8 @@ def test_a_record_that_cannot_be_names_its_field(build: Callable[[], object], fi
         ({"constraints": Constraints(exclude_nodes=frozenset({"x"}))}, "constraints.exclude_nodes"),
         ({"constraints": Constraints(require_nodes=frozenset({"x"}))}, "constraints.require_nodes"),
         ({"constraints": Constraints(stage_layers=(StageLayers(device="x"),))}, "constraints.stage_layers"),
+        ({"constraints": Constraints(stage_layers=(StageLayers(device="a"), StageLayers(device="a", maximum=2)))},
+         "constraints.stage_layers"),
         ({"constraints": Constraints(domain_limits=(DomainLimit(domain="node", stages=1),
                                                     DomainLimit(domain="rack", stages=1)))},
          "constraints.domain_limits.1.domain"),

@@ -74,6 +74,7 @@ class Constraints(PlacementRecord):
     require_nodes: frozenset[str] = frozenset()
     """Each holds at least one stage."""
     stage_layers: tuple[StageLayers, ...] = ()
+    """One entry a device at most."""
     min_stages: int = Field(default=1, ge=1)
     max_stages: int | None = Field(default=None, ge=1)
     min_nodes: int = Field(default=1, ge=1)

@@ -47,6 +47,9 @@ def check_inputs(
             raise InvalidPlacementInput(
                 f"no device has a domain {limit.domain!r}", field=f"constraints.domain_limits.{place}.domain"
             )
+    for name, times in Counter(entry.device for entry in constraints.stage_layers).items():
+        if times > 1:
+            raise InvalidPlacementInput(f"{name!r} has {times} entries", field="constraints.stage_layers")
     for entry in constraints.stage_layers:
         if entry.maximum is not None and entry.maximum < entry.minimum:
             raise InvalidPlacementInput("maximum is below minimum", field="constraints.stage_layers")
