@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen",
         metavar="ENDPOINT",
-        help=f"where workers connect (default: {DEFAULT_ENDPOINT}; with --tls all addresses of this machine)",
+        help=f"where workers connect (default: {DEFAULT_ENDPOINT}; with --tls all addresses of this machine), or "
+        "nats://HOST:PORT of a NATS server where all connect",
     )
     protected.add_arguments(parser, "FOLDER, which is the folder hub that gpurt cluster init made")
     parser.add_argument(
@@ -66,6 +67,7 @@ async def _serve(
     config: MasterConfig, *, as_json: bool, metrics: tuple[str, int] | None = None, log_changes: bool = False
 ) -> None:
     from gpurt.cluster import logged
+    from gpurt.cluster.endpoints import is_nats
     from gpurt.cluster.master import run_master
     from gpurt.cluster.metrics import MasterMetrics
     from gpurt.cluster.view import MasterView
@@ -76,7 +78,8 @@ async def _serve(
     def ready(master: Master) -> None:
         listening.set_result(master)
         measured.watch(master)
-        announce("cluster %s: listening at %s; Ctrl-C ends it", config.cluster, config.endpoint)
+        doing = "watching through" if is_nats(config.endpoint) else "listening at"
+        announce("cluster %s: %s %s; Ctrl-C ends it", config.cluster, doing, config.endpoint)
 
     tasks = [asyncio.create_task(run_master(config, view, on_ready=ready), name="gpurt-master")]
     if log_changes:

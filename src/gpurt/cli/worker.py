@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         metavar="ENDPOINT",
-        help=f"where the master listens (default: {DEFAULT_ENDPOINT}, or as in the folder of --tls)",
+        help=f"where the master listens (default: {DEFAULT_ENDPOINT}, or as in the folder of --tls), or "
+        "nats://HOST:PORT of a NATS server",
     )
     protected.add_arguments(parser, "FOLDER, as gpurt cluster enrol made it")
     parser.add_argument("--registry", metavar="PATH", help="registry file; two workers of one machine need two")
