@@ -1,8 +1,10 @@
 """``gpurt demo``: a whole cluster on this machine in a few seconds, with a crash in the middle.
 
-This process is the master and the hub. Two worker processes find their devices, publish them, and check their first
-device with random bytes; one is killed with SIGKILL, seen as suspect and then lost, started again, and recognised by
-the same device identities. Everything lives in one temporary directory and ends with this process.
+This process is the master and the hub. Three worker processes find their devices and publish them. A small model of
+random bytes is placed on two of them, and they load the layers that the plan gives them, which is checked by SHA-256.
+One of the two is killed with SIGKILL, seen as suspect and then lost; the plan is repaired, and the layers that were
+lost are loaded by the others. It is started again, and recognised by the same device identities. Everything lives in
+one temporary directory and ends with this process.
 """
 
 from __future__ import annotations
@@ -16,31 +18,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from gpurt.cli.demo_model import LAYERS, write_model
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
+from gpurt.offload import off_loop
 
 if TYPE_CHECKING:
     from gpurt.cli.demo_screen import Screen
     from gpurt.cli.demo_worker import WorkerProcess
+    from gpurt.cluster.committer import PlacementCommitter
+    from gpurt.cluster.master import Master
     from gpurt.cluster.view import MasterView
+    from gpurt.placement import RepairResult
 
-CHECK_BYTES: Final = 256 << 20
 STEP_TIMEOUT_S: Final = 40.0
 """No step takes a tenth of this on an idle machine; past it the demo fails and says what it waited for."""
 _LOOK_S: Final = 0.005
 """Fine enough for figures in hundredths of a second."""
-WORKERS: Final = ("worker-1", "worker-2")
+WORKERS: Final = ("worker-1", "worker-2", "worker-3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate",
         metavar="SPEC",
-        help='give the workers simulated devices in turn, e.g. "h100x8,m2-ultra"; one entry goes to both',
+        help='give the workers simulated devices in turn, e.g. "h100x8,m2-ultra"; entries run short: from the first',
     )
     parser.add_argument("--plain", action="store_true", help="plain lines, as without a terminal")
 
@@ -83,16 +89,24 @@ class Summary:
     """From SIGKILL to ``suspect``."""
     lost_s: float = 0.0
     """From SIGKILL to ``lost``."""
+    placed_s: float = 0.0
+    """From asking the solver until every layer was loaded and checked."""
+    whole_s: float = 0.0
+    """From ``lost`` until every layer was loaded and checked again."""
     resync_s: float = 0.0
     """From starting the worker again to ``back`` with its devices."""
     total_s: float = 0.0
-    checks: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     devices: int = 0
+    stages: int = 0
+    held_bytes: int = 0
+    simulated: bool = False
+    repair: RepairResult | None = None
 
 
 class _Demo:
     def __init__(self, directory: Path, simulated: dict[str, str], screen: Screen) -> None:
         self.directory = directory
+        self.weights = directory / "model.safetensors"
         self.simulated = simulated
         self.screen = screen
         self.summary = Summary()
@@ -104,9 +118,9 @@ class _Demo:
 
         began = time.monotonic()
         self.endpoint = f"tcp/127.0.0.1:{_free_port()}"
-        view, ready = MasterView(), asyncio.Event()
+        view, ready = MasterView(), asyncio.get_running_loop().create_future()
         config = MasterConfig(cluster="demo", endpoint=self.endpoint)
-        master = asyncio.create_task(run_master(config, view, on_ready=lambda _: ready.set()), name="demo-master")
+        master = asyncio.create_task(run_master(config, view, on_ready=ready.set_result), name="demo-master")
         watch = asyncio.create_task(self._watch(view), name="demo-watch")
         play = asyncio.create_task(self._play(view, ready), name="demo-play")
         try:
@@ -129,14 +143,30 @@ class _Demo:
         async for change in view.changes():
             self.screen.change(change, view.snapshot())
 
-    async def _play(self, view: MasterView, ready: asyncio.Event) -> None:
+    async def _play(self, view: MasterView, ready: asyncio.Future[Master]) -> None:
+        await self._until(ready.done, "the master's hub to listen")
+        from gpurt.cluster.committer import PlacementCommitter
+
+        committer = PlacementCommitter(ready.result().engine, view)
+        running = asyncio.create_task(committer.run(), name="demo-committer")
+        try:
+            await self._story(view, committer)
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, GPUError):
+                await running
+
+    async def _story(self, view: MasterView, committer: PlacementCommitter) -> None:
         from gpurt.cluster.records import NodeState
 
-        await self._until(ready.is_set, "the master's hub to listen")
         self.screen.say(f"master listens at {self.endpoint}; starting {len(WORKERS)} workers")
         started = time.monotonic()
         for name in WORKERS:
-            await self._start(name, check=True)
+            await self._start(name)
+        digests = await off_loop("demo-model", lambda: write_model(self.weights))
+        self.screen.say(
+            f"a model of {LAYERS} layers, {self.weights.stat().st_size >> 20} MiB of random bytes, is written"
+        )
         seen = await self._until(lambda: bool(view.snapshot().devices), "the first device")
         self.summary.first_event_s = seen - started
 
@@ -144,24 +174,36 @@ class _Demo:
             node = view.node(name)
             return node is not None and node.state is NodeState.HEALTHY and bool(node.devices)
 
-        await self._until(lambda: all(joined(name) for name in WORKERS), "both workers to join")
-        await self._until(lambda: all(worker.checked for worker in self.workers.values()), "both device checks")
-        self.summary.checks = {name: worker.checked or {} for name, worker in self.workers.items()}
+        await self._until(lambda: all(joined(name) for name in WORKERS), "all workers to join")
+        await self._until(lambda: all(each.accepting for each in self.workers.values()), "all workers to take a plan")
         self.summary.devices = len(view.snapshot().devices)
 
-        victim = WORKERS[-1]
+        from gpurt.cli.demo_placement import DemoPlacement
+
+        placement = DemoPlacement(view, committer, self.workers, digests, self.screen, self._until)
+        began = time.monotonic()
+        plan = await placement.place()
+        self.summary.placed_s = time.monotonic() - began
+        self.summary.stages = len(plan.stages)
+        self.summary.held_bytes = sum(held.weights for stage in plan.stages for held in stage.held)
+        self.summary.simulated = bool(self.simulated)
+
+        victim = plan.stages[-1].node
         before = _identities(view, victim)
         self.screen.say(f"killing {victim} with SIGKILL")
         killed = time.monotonic()
         self.workers[victim].kill()
         seen = await self._until(lambda: _state(view, victim) is not NodeState.HEALTHY, f"{victim} to be suspect")
         self.summary.suspect_s = seen - killed
-        seen = await self._until(lambda: _state(view, victim) is NodeState.LOST, f"{victim} to be lost")
-        self.summary.lost_s = seen - killed
+        placement.show()
+        lost = await self._until(lambda: _state(view, victim) is NodeState.LOST, f"{victim} to be lost")
+        self.summary.lost_s = lost - killed
+        self.summary.repair = await placement.repair()
+        self.summary.whole_s = time.monotonic() - lost
 
         self.screen.say(f"starting {victim} again")
         started = time.monotonic()
-        await self._start(victim, check=False)
+        await self._start(victim)
         seen = await self._until(lambda: joined(victim), f"{victim} to be back")
         self.summary.resync_s = seen - started
         after = _identities(view, victim)
@@ -171,16 +213,14 @@ class _Demo:
             f"{victim} is back with the same {len(after)} device {'identity' if len(after) == 1 else 'identities'}"
         )
 
-    async def _start(self, name: str, *, check: bool) -> None:
+    async def _start(self, name: str) -> None:
         from gpurt.cli.demo_worker import WorkerProcess
 
         old = self.workers.get(name)
         if old is not None:
             await old.end()
         worker = self.workers[name] = WorkerProcess(name, self.directory, self.endpoint, self.simulated.get(name))
-        await worker.start(
-            CHECK_BYTES if check else None, lambda done: self.screen.progress(name, done, 2 * CHECK_BYTES)
-        )
+        await worker.start(self.weights, lambda done, total: self.screen.progress(name, done, total))
 
     async def _until(self, condition: Callable[[], bool], what: str) -> float:
         """Wait for something at the master or in a worker; returns when it was seen.

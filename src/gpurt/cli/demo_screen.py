@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -13,6 +14,7 @@ from gpurt.cli.worker import counted
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.progress import TaskID
+    from rich.text import Text
 
     from gpurt.cli.demo import Summary
     from gpurt.cluster.changes import Change
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 TABLE_FRAME_LINES: Final = 5
 """Title, heading and three rules."""
+_COLOURS: Final = ("blue", "green", "yellow", "cyan", "magenta")
 
 
 class Screen:
@@ -43,28 +46,28 @@ class Screen:
         self.say(f"master: {change_line(change, snapshot)}")
 
     def progress(self, worker: str, done: int, total: int) -> None:
-        """Bytes checked so far, both directions together."""
-        quarter = total // 4
-        if done % quarter == 0:
-            self.say(f"{worker}: {100 * done // total} % of the device check")
+        """Pieces of the model that a worker has loaded."""
+
+    def layers(self, owners: Sequence[str | None]) -> None:
+        """Who holds each layer of the model; None: nobody."""
+        self.say("layers  " + "".join("x" if owner is None else owner[-1] for owner in owners))
 
     def summary(self, summary: Summary) -> None:
-        for worker, check in summary.checks.items():
-            simulated = " (simulated)" if check["simulated"] else ""
-            # Fresh host memory is filled at the rate of page faults; a device's own memory knows none.
-            first_touch = " (first touch)" if check["host_memory"] else ""
-            self._print(
-                f"{worker}: {check['nbytes'] >> 20} MiB to {check['device_id']} and back, SHA-256 equal: "
-                f"{check['to_device_gbps']:.2f} GB/s there{first_touch}, "
-                f"{check['from_device_gbps']:.2f} GB/s back{simulated}"
-            )
+        repair = summary.repair
+        assert repair is not None, "a demo that has ended has repaired its plan"
         self._print(
             f"{counted(summary.devices, 'device')}; first event {summary.first_event_s:.2f} s after the workers' start"
         )
         self._print(
-            f"kill -9: suspect after {summary.suspect_s * 1000:.0f} ms, lost after {summary.lost_s:.2f} s; "
-            f"back and in sync {summary.resync_s:.2f} s after the restart"
+            f"{summary.held_bytes >> 20} MiB placed on {counted(summary.stages, 'device')}, committed, loaded and "
+            f"checked in {summary.placed_s:.2f} s" + (" (simulated)" if summary.simulated else "")
         )
+        self._print(
+            f"kill -9: suspect after {summary.suspect_s * 1000:.0f} ms, lost after {summary.lost_s:.2f} s; "
+            f"{repair.layers_moved} of {repair.plan.layer_count} layers moved, whole again {summary.whole_s:.2f} s "
+            f"after the loss"
+        )
+        self._print(f"back and in sync {summary.resync_s:.2f} s after the restart")
         self._print(f"total {summary.total_s:.1f} s")
 
     def _print(self, text: str) -> None:
@@ -79,14 +82,15 @@ class LiveScreen(Screen):
         super().__init__()
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         from gpurt.cluster.records import ClusterSnapshot
 
         self._table = cluster_table(ClusterSnapshot(nodes={}), compact=True)
         self._lines: list[str] = []
+        self._layers: Text | None = None
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layers and ends")
         )
         self._tasks: dict[str, TaskID] = {}
         self._console = Console()
@@ -114,17 +118,28 @@ class LiveScreen(Screen):
 
     def progress(self, worker: str, done: int, total: int) -> None:
         if worker not in self._tasks:
-            self._tasks[worker] = self._bars.add_task(f"{worker} there and back", total=total)
-        self._bars.update(self._tasks[worker], completed=done)
+            self._tasks[worker] = self._bars.add_task(f"{worker} loads", total=total)
+        self._bars.update(self._tasks[worker], completed=done, total=total)
+
+    def layers(self, owners: Sequence[str | None]) -> None:
+        from rich.text import Text
+
+        self._layers = Text("layers ")
+        for owner in owners:
+            style = "red" if owner is None else _COLOURS[int(owner[-1]) % len(_COLOURS)]
+            self._layers.append("x" if owner is None else owner[-1], style=f"{style} reverse")
+        super().layers(owners)
 
     def _picture(self) -> Group:
         from rich.console import Group
         from rich.text import Text
 
         # A picture that is too high loses its end, which is the news.
-        room = self._console.height - self._table.row_count - TABLE_FRAME_LINES - len(self._bars.tasks) - 1
+        shown = [] if self._layers is None else [self._layers]
+        room = self._console.height - self._table.row_count - TABLE_FRAME_LINES - len(self._bars.tasks) - len(shown) - 1
         last = self._lines[-max(1, min(12, room)) :]
-        return Group(self._table, self._bars, *(Text(line, no_wrap=True, overflow="ellipsis") for line in last))
+        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in last)
+        return Group(self._table, self._bars, *shown, *lines)
 
 
 def make_screen(*, live: bool) -> Screen:

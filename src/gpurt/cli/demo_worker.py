@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from gpurt.cli.demo_model import DEVICE_BYTES
 from gpurt.errors import GPUError
 
 GOODBYE_S: Final = 4.0
@@ -24,8 +26,10 @@ class WorkerProcess:
 
     def __init__(self, name: str, directory: Path, endpoint: str, simulate: str | None) -> None:
         self.name = name
-        self.checked: dict[str, Any] | None = None
-        """The worker's own words about its device check."""
+        self.accepting = False
+        """It takes its part of a plan."""
+        self.shards: dict[str, Any] | None = None
+        """Its own words about what it holds since its last plan."""
         self._directory = directory
         self._endpoint = endpoint
         self._simulate = simulate
@@ -34,32 +38,35 @@ class WorkerProcess:
         self._reader: asyncio.Task[None] | None = None
         self._expected_end = False
 
-    async def start(self, check_bytes: int | None, on_progress: Callable[[int], None]) -> None:
+    async def start(self, weights: Path, on_progress: Callable[[int, int], None]) -> None:
+        """Args: ``on_progress`` gets pieces that are loaded and pieces in all."""
         command = [sys.executable, "-m", "gpurt", "worker", "--json", "--exit-with-stdin"]
         command += ["--node", self.name, "--cluster", "demo", "--connect", self._endpoint]
         command += ["--registry", str(self._directory / self.name / "registry.json")]
         if self._simulate:
             command += ["--simulate", self._simulate]
-        if check_bytes is not None:
-            command += ["--check", str(check_bytes)]
+        command += ["--weights", str(weights), "--verify"]
         with self._stderr.open("ab") as stderr:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                env={**os.environ, "GPURT_MEMORY_LIMIT": str(DEVICE_BYTES)},
                 start_new_session=True,
             )
         self._reader = asyncio.create_task(self._listen(self._process, on_progress), name=f"demo-{self.name}")
 
-    async def _listen(self, process: asyncio.subprocess.Process, on_progress: Callable[[int], None]) -> None:
+    async def _listen(self, process: asyncio.subprocess.Process, on_progress: Callable[[int, int], None]) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
             message = json.loads(line)
-            if message["event"] == "progress":
-                on_progress(message["done"] + (message["total"] if message["phase"] == "read" else 0))
-            elif message["event"] == "checked":
-                self.checked = message
+            if message["event"] == "loading":
+                on_progress(message["done"], message["total"])
+            elif message["event"] == "shards":
+                self.shards = message
+            elif message["event"] == "accepting":
+                self.accepting = True
 
     def raise_if_ended(self) -> None:
         """
