@@ -34,7 +34,7 @@ COMMANDS: Final = {
     "links": ("gpurt.cli.links_command", "the ways between the nodes of a cluster: round trip and bandwidth"),
     "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),
     "place": ("gpurt.cli.place", "place a model on the devices of a cluster: which layers where, how fast, and why"),
-    "demo": ("gpurt.cli.demo", "a master and three workers on this machine: a model placed, loaded, and repaired after a crash"),
+    "demo": ("gpurt.cli.demo", "a model placed on three workers of this machine, loaded, and repaired after a crash"),
     "calibrate": ("gpurt.cli.calibrate", "measure what the devices do, for placement, and keep it"),
     "load": ("gpurt.cli.load", "load weights from safetensors files to a device, and say how fast"),
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
