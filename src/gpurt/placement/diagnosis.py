@@ -118,16 +118,16 @@ class _Diagnosis:
 
     def report(self) -> InfeasibilityReport:
         problem, layers, field = self.problem, self.layers, self.field
-        filtered = filtered_devices(problem, self.feasibility)
+        kind = self._cause()
+        filtered = filtered_devices(problem, self.feasibility, links=self.search or kind not in _COUNTED)
         gone = {device.device for device in filtered}
         taking = [index for index in integers(self.kept) if problem.devices[index].id not in gone]
         room = field.raw[np.array(taking, dtype=np.intp)].clip(0)
         held = layers.fit(room)
         stranded = room - layers.need(1)[held]
-        kind = self._cause()
-        usable = int(room.sum())
-        need = layers.total
-        placeable = self._placeable()
+        usable, need = int(room.sum()), layers.total
+        # Under the rules of number, every link taken as there.
+        placeable = self.feasibility.bound(problem).high if len(self.kept) else 0
         relaxations, complete = self._relaxations(kind)
         largest = int((layers.weights + layers.kv + layers.workspace).max())
         conflicts = tuple(dict.fromkeys(_GIVEN_UP[each.kind] for each in relaxations if each.kind in _GIVEN_UP))
@@ -237,13 +237,11 @@ class _Diagnosis:
             topology = self.problem.topology if kind is Kind.MAX_LINK_SECONDS else None
             yield kind, self._with(plain.model_copy(update=update), topology)
 
-    def _placeable(self) -> int:
-        """Under the rules of number, every link taken as there."""
-        return self.feasibility.bound(self.problem).high if len(self.kept) else 0
-
     def _relaxations(self, kind: ConstraintKind) -> tuple[tuple[Relaxation, ...], bool]:
         search = self.search or kind not in _COUNTED
-        rules = RuleRelaxations(self.problem, self.feasibility, search=search)
+        # What comes after the cause cannot help: already without it there is no plan.
+        upto = frozenset(list(Kind)[: list(Kind).index(kind) + 1])
+        rules = RuleRelaxations(self.problem, self.feasibility, search=search, kinds=upto)
         room = RoomRelaxations(self.problem, self.feasibility, search=search)
         found: list[Relaxation] = []
         complete = True
@@ -256,7 +254,7 @@ class _Diagnosis:
                 found.append(relaxation)
                 if self.prompt and not search:
                     self.feasibility.hurry(_PROMPT)
-        # What gives up the cause itself comes first, then what is proved to be least.
+        # What gives up the cause itself comes first.
         found.sort(key=lambda each: _GIVEN_UP.get(each.kind) is not kind)
         return tuple(found), complete
 

@@ -176,10 +176,10 @@ class Feasibility:
         """The verdict of counting, and whether a search may know more."""
         field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
         budgets = field.raw + more_bytes
-        kept = self.kept(problem)
-        alone = self._always_connected(problem.topology) and not problem.constraints.same_backend
-        if not alone and count_layers(field, layers, rules, kept, budgets).high < layers.count:
-            # Already all devices together, whatever reaches what, do not do.
+        rule = problem.constraints
+        free = rule.max_link_seconds is None and not rule.same_backend and self._always_connected(problem.topology)
+        # Whatever reaches what: all devices together must do.
+        if not free and count_layers(field, layers, rules, self.kept(problem), budgets).high < layers.count:
             return False, False
         answers = {self._of_part(problem, rules, part, budgets, lay=lay) for part in self.parts(problem)}
         if True in answers:

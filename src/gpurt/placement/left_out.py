@@ -11,8 +11,8 @@ from gpurt.placement.infeasibility import FilteredDevice, FilterReason
 from gpurt.placement.spec import ModelSpec
 
 
-def filtered_devices(problem: Problem, feasibility: Feasibility) -> tuple[FilteredDevice, ...]:
-    """In the order of the devices."""
+def filtered_devices(problem: Problem, feasibility: Feasibility, *, links: bool) -> tuple[FilteredDevice, ...]:
+    """In the order of the devices. ``links``: also those that the others do not reach, which takes time."""
     model, devices, _, rules = problem
     found: dict[str, tuple[FilterReason, str]] = {}
     field = feasibility.field(devices)
@@ -43,7 +43,7 @@ def filtered_devices(problem: Problem, feasibility: Feasibility) -> tuple[Filter
                 FilterReason.MEMORY_POOL,
                 f"it shares its memory with {devices[members[0]].id}, which counts",
             )
-    parts = feasibility.parts(problem)
+    parts = feasibility.parts(problem) if links else []
     if len(parts) > 1:
         held = layers.fit(field.raw)
         best = max(parts, key=lambda part: int(held[part.members].sum()))

@@ -10,7 +10,7 @@ from gpurt.placement.changes import changed
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.feasibility import Feasibility, Problem
 from gpurt.placement.field import integers
-from gpurt.placement.infeasibility import Relaxation, RelaxationKind
+from gpurt.placement.infeasibility import ConstraintKind, Relaxation, RelaxationKind
 from gpurt.placement.least import least_steps
 from gpurt.placement.words import counted, listed, time_words
 
@@ -23,14 +23,18 @@ _NUMBERS = (
 
 
 class RuleRelaxations:
-    """``search``: what counting leaves open is searched."""
+    """``search``: what counting leaves open is searched. ``kinds``: constraints that may be given up."""
 
-    def __init__(self, problem: Problem, feasibility: Feasibility, *, search: bool) -> None:
-        self.problem, self.feasibility, self.search = problem, feasibility, search
+    def __init__(
+        self, problem: Problem, feasibility: Feasibility, *, search: bool, kinds: frozenset[ConstraintKind]
+    ) -> None:
+        self.problem, self.feasibility, self.search, self.kinds = problem, feasibility, search, kinds
 
     def all(self) -> Iterator[Callable[[], Relaxation | None]]:
         """Each finds one relaxation, or none."""
-        rules = self.problem.constraints
+        given, rules = self.problem.constraints, self._possible()
+        if given.exclude_devices or given.exclude_nodes:
+            yield self._include
         for name, kind, sign in _NUMBERS:
             if getattr(rules, name) is not None:
                 yield lambda name=name, kind=kind, sign=sign: self._number(name, kind, sign)
@@ -47,12 +51,17 @@ class RuleRelaxations:
             yield lambda: self._one(RelaxationKind.SAME_BACKEND, (), "stages on different backends")
         if rules.tensor_parallel_max is not None:
             yield self._tensor_parallel
-        if rules.exclude_devices or rules.exclude_nodes:
-            yield self._include
-        if len(self.feasibility.parts(self._any_speed())) > 1:
+        if ConstraintKind.LINKS in self.kinds and len(self.feasibility.parts(self._any_speed())) > 1:
             yield self._connect
         if rules.max_link_seconds is not None:
             yield self._link_seconds
+
+    def _possible(self) -> Constraints:
+        """Only the constraints that may be given up."""
+        given = self.problem.constraints
+        return Constraints().model_copy(
+            update={kind.value: getattr(given, kind.value) for kind in self.kinds if hasattr(given, kind.value)}
+        )
 
     def _least(self, build: Callable[[int], Relaxation], most: int, *, guess: int = 1) -> Relaxation | None:
         """``build(steps)``; the one with fewest steps that does."""
