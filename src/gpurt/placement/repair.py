@@ -160,7 +160,8 @@ class Repair:
     def replaced(self, time_budget: float = DEFAULT_BUDGET) -> RepairResult:
         """A plan where the former one cannot stay: of those near the best one known, the one that moves least."""
         share = 1 + self.policy.tolerance
-        good = self._promise() * share
+        # Devices being only lost, the best plan is no better than what was promised.
+        good = self.teller.promised * share
         found: list[Candidate] = []
         for candidate in self._around():
             found.append(candidate)
@@ -176,14 +177,6 @@ class Repair:
             key=lambda candidate: (candidate.bytes, candidate.value),
         )
         return self._told(best, RepairMethod.INCREMENTAL if best in found else RepairMethod.WIDER)
-
-    def _promise(self) -> float:
-        """What the best plan takes at least, devices being only lost: the former plan's value where nothing is known
-        against it; its bound where it may have been far from the best."""
-        before = self.teller.before
-        if before.bound is None or before.gap is None or before.gap <= self.policy.tolerance:
-            return self.teller.promised
-        return min(before.bound, self.teller.promised)
 
     def _around(self) -> Iterator[Candidate]:
         """Plans around the survivors, from the one that moves least on."""
