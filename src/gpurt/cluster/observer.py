@@ -47,6 +47,7 @@ BURST: Final = 64
 
 PATIENT: Final = (Resync.JOINED, Resync.ANTI_ENTROPY)
 """After a mere reconnection the bus repeats the events themselves; a snapshot would only hide them."""
+UNREPEATED: Final = (Resync.OVERFLOW, Resync.NOTICE)
 
 _log = logging.getLogger("gpurt.cluster.observer")
 
@@ -236,8 +237,8 @@ class ClusterObserver:
         if reason is Resync.JOINED and known.asking and known.sequence.position is None:
             return  # the question that is under way is the one
         known.next_check = float("inf")
-        # Those that wait for the bus to repeat events must not hide that something is really missing.
-        if known.wanted is None or (known.wanted in PATIENT and reason is not Resync.ANTI_ENTROPY):
+        # A regular check must not hide that something is missing, nor a token that came what no bus repeats.
+        if known.wanted in (None, Resync.ANTI_ENTROPY) or (known.wanted is Resync.JOINED and reason in UNREPEATED):
             known.wanted = reason
         if not known.asking:
             known.asking = True
