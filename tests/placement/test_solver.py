@@ -32,6 +32,7 @@ from gpurt.placement import (
     validate_plan,
 )
 from gpurt.placement.engine import Clock
+from gpurt.placement.quiet_highs import quiet_highs
 from gpurt.placement.synthetic import model_for, synthetic_cluster
 
 SOLVER = ConstraintSatisfactionPlacement()
@@ -342,3 +343,10 @@ def test_the_validator_sees_damage(damage: dict[str, Any], rule: str) -> None:
     with pytest.raises(InvalidPlan) as caught:
         validate_plan(model(), tight, Topology(), None, plan)
     assert caught.value.rule == "memory"
+
+
+def test_nothing_is_written(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not by a solver's library either: stdout belongs to the process that solves."""
+    pytest.importorskip("highspy")
+    quiet_highs().run()
+    assert capfd.readouterr() == ("", "")

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpurt.placement.filling import Filling
 from gpurt.placement.instance import Bools, Floats, Instance
+from gpurt.placement.quiet_highs import quiet_highs
 from gpurt.placement.walks import EPS, minimum_cut, walked
 
 DENSE: Final = 72
@@ -55,8 +56,7 @@ class FlowModel:
             int((instance.available[mine] // uses[mine]).min())
             for mine, uses in zip(takes, instance.uses, strict=True)
         ], dtype=np.int64)  # fmt: skip
-        self.highs: Any = highspy.Highs()
-        self.highs.silent()
+        self.highs: Any = quiet_highs()
         # The number of threads is one for the whole process: to ask for another than its host did is an error.
 
         def interrupt(event: Any) -> None:
