@@ -84,6 +84,9 @@ def losses_of(kind: ClusterKind, count: int, layers: int, fill: float, seed: int
         name = dice.choice(plan.devices)
         node = next(device.node for device in devices if device.id == name)
         left = [device for device in devices if (device.node != node if loss % 2 else device.id != name)]
+        if not left:  # its only node
+            row.infeasible += 1
+            continue
         best = best_value(left, full, solver, model, topology)
         begin, processor = time.perf_counter(), time.process_time()
         try:

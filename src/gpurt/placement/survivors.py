@@ -58,6 +58,8 @@ class Survivors:
         for unit, found in enumerate(takes):
             self.index[unit, : len(found)] = found
             self.need[unit, : len(found)] = self.rows[unit, found]
+        self.spare_index, self.spare_need = self.index[spares], self.need[spares]
+        self.to_spares = np.ascontiguousarray(instance.hop[:, :, spares])
         slots, states = len(spares) + 1, len(self.kept) + 1
         shape = (self.layers + 1, states, slots)
         self.value = np.full(shape, np.inf)
@@ -134,15 +136,15 @@ class Survivors:
         alive = np.flatnonzero(np.isfinite(values) & (used <= self.most).all(axis=1))
         if not len(alive):
             return
-        hop = instance.hop_at(done)[units[alive]]
+        leaving, kind = units[alive], instance.boundary[done]
         room = self.most - used[alive]
         left = layers - done
         reach = min(self.width, left - 1)
         last_row = len(self.kept) - row <= self.skip
         inner = instance.cost.row(done)
         if len(self.spares):
-            free = (room[:, self.index[self.spares]] >= self.need[self.spares]).all(axis=2)
-            lead = np.where(free, values[alive, None] + hop[:, self.spares], np.inf)
+            free = (room[:, self.spare_index] >= self.spare_need).all(axis=2)
+            lead = np.where(free, values[alive, None] + self.to_spares[kind, leaving], np.inf)
             came = lead.argmin(axis=0)
             enter = lead[came, np.arange(len(self.spares))]
             live = np.flatnonzero(np.isfinite(enter))
@@ -163,7 +165,7 @@ class Survivors:
                 continue
             unit = kept.unit
             free = (room[:, self.index[unit]] >= self.need[unit]).all(axis=1)
-            lead = np.where(free, values[alive] + hop[:, unit], np.inf)
+            lead = np.where(free, values[alive] + instance.hop[kind, leaving, unit], np.inf)
             place = int(lead.argmin())
             if not np.isfinite(lead[place]):
                 continue
