@@ -104,6 +104,11 @@ class ChangeFeed:
         self._consumers.add(consumer)
         return consumer
 
+    @property
+    def watched(self) -> bool:
+        """Somebody consumes: it is worth making a change."""
+        return bool(self._consumers)
+
     def post(self, change: Change) -> None:
         for consumer in tuple(self._consumers):
             consumer.post(change)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from functools import lru_cache
 from typing import Final, NamedTuple, Self
 
 from gpurt.cluster.errors import InvalidName
@@ -39,10 +40,7 @@ class Epoch(NamedTuple):
         Raises:
             InvalidName: not the form that ``str(epoch)`` gives.
         """
-        match = _FORM.fullmatch(text)
-        if match is None:
-            raise InvalidName(f"epoch {text!r} is not of the form COUNTER-UUID")
-        return cls(int(match[1]), match[2])
+        return cls(*_parse(text))
 
     def __str__(self) -> str:
         return f"{self.counter}-{self.run}"
@@ -53,3 +51,11 @@ class Position(NamedTuple):
 
     epoch: Epoch
     seq: int
+
+
+@lru_cache(maxsize=8192)  # every event of a run says it, several times over
+def _parse(text: str) -> tuple[int, str]:
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise InvalidName(f"epoch {text!r} is not of the form COUNTER-UUID")
+    return int(match[1]), match[2]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from gpurt.cluster.records import DeviceRecord, NodeRecord
 from gpurt.cluster.state import NodeFields
+from gpurt.types import GPUDevice
+
+_FIELDS: Final = tuple(NodeFields.model_fields)
+_DEVICE_FIELDS: Final = tuple(GPUDevice.model_fields)
 
 
 def summary_of(record: NodeRecord) -> tuple[object, ...]:
     """What makes ``node_updated`` when it differs."""
-    fields = (getattr(record, name) for name in NodeFields.model_fields)
-    return (*fields, record.epoch, record.host, record.reports)
+    return (*(getattr(record, name) for name in _FIELDS), record.epoch, record.host, record.reports)
 
 
 def joined(record: NodeRecord) -> str:
@@ -33,7 +38,7 @@ def updated(before: NodeRecord, after: NodeRecord) -> str:
         said.append("a new run of its process")
     if before.host != after.host:
         said.append("its host says other things of itself")
-    for name in NodeFields.model_fields:
+    for name in _FIELDS:
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
             said.append(f"{name}: {_told(old)} -> {_told(new)}")
@@ -54,11 +59,12 @@ def of_device(before: DeviceRecord | None, after: DeviceRecord) -> str | None:
     if before is None:
         return now.state_reason
     was = before.device
-    if was == now:
+    others = [name for name in _DEVICE_FIELDS if getattr(was, name) != getattr(now, name)]
+    if not others:
         return "its node is healthy" if after.available else "its node is not healthy"
     if (was.state, was.usable, was.state_reason) != (now.state, now.usable, now.state_reason):
         return now.state_reason or f"{was.state} -> {now.state}"
-    return ", ".join(name for name in type(now).model_fields if getattr(was, name) != getattr(now, name))
+    return ", ".join(others)
 
 
 def _told(value: object) -> str:

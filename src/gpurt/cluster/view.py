@@ -30,7 +30,11 @@ MAX_NODES: Final = 4096
 MAX_DEVICES: Final = 4096
 """Per node."""
 
-_KINDS: Final = frozenset(EventKind)
+_KINDS: Final = {kind.value: kind for kind in EventKind}
+_DEVICE_KINDS: Final = frozenset(
+    {EventKind.DEVICE_ADDED, EventKind.DEVICE_UPDATED, EventKind.DEVICE_REMOVED, EventKind.DEVICE_HEALTH}
+)
+_FIELDS: Final = tuple(NodeFields.model_fields)
 _GONE: Final = frozenset({NodeState.LOST, NodeState.LEFT})
 
 _log = logging.getLogger("gpurt.cluster.view")
@@ -149,19 +153,22 @@ class MasterView:
         if record is None:
             self.ignored["unknown_node"] += 1
             return True
-        epoch, seq = event.position
-        self._nodes[record.node] = record = _changed(record, epoch=str(epoch), seq=seq)
-        if event.type not in _KINDS:
+        kind = _KINDS.get(event.type)
+        try:
+            if kind is not None and kind in _DEVICE_KINDS:
+                self._fold_device(kind, record, event)
+                return True
+            self._nodes[record.node] = record = _changed(record, **_position(event))
+            if kind is not None:
+                return self._fold(kind, record, event)
             self.ignored["unknown_type"] += 1
             return True
-        try:
-            return self._fold(EventKind(event.type), record, event)
         except MalformedEvent as exc:
-            self.ignored["malformed"] += 1
             _log.warning("ignored: %s", exc)
         except ValidationError as exc:
-            self.ignored["malformed"] += 1
             _log.warning("ignored: event %s: %s", event.id[:200], summary(exc))
+        self.ignored["malformed"] += 1
+        self._nodes[record.node] = _changed(record, **_position(event))
         return True
 
     def node_up(self, name: str) -> None:
@@ -233,29 +240,27 @@ class MasterView:
             self._leave(record)
             return True
         # Everything that can be wrong is looked at before anything is changed.
-        fields = NodeFields.model_validate(data.get("node") or {}) if "node" in data else None
+        fields = _fields(data)
         if kind in (EventKind.BACKEND_SELECTED, EventKind.BACKEND_FAILED):
+            reports = {r.name: r for r in record.reports}
             if "report" in data:
                 report = BackendReport.model_validate(data["report"])
-                reports = {r.name: r for r in record.reports}
-                record = _changed(record, reports=tuple({**reports, report.name: report}.values()))
-            self._store(record, fields)
+                reports[report.name] = report
+            self._store(record, fields, reports=tuple(reports.values()))
             return True
         if kind is EventKind.NODE_PLACEMENT:
             placement = NodePlacement.model_validate(data.get("placement"))
-            self._store(_changed(record, placement=placement), fields)
+            self._store(record, fields, placement=placement)
             self._post_placement(record.node, record.placement, placement)
             return True
-        if kind is EventKind.NODE_LINKS:
-            links = NodeLinks.model_validate(data.get("links"))
-            self._store(_changed(record, links=links), fields)
-            self._post_links(record.node, record.links, links)
-            return True
-        return self._fold_device(kind, record, event, data, fields)
+        links = NodeLinks.model_validate(data.get("links"))
+        self._store(record, fields, links=links)
+        self._post_links(record.node, record.links, links)
+        return True
 
-    def _fold_device(
-        self, kind: EventKind, record: NodeRecord, event: Envelope, data: Mapping[str, Any], fields: NodeFields | None
-    ) -> bool:
+    def _fold_device(self, kind: EventKind, record: NodeRecord, event: Envelope) -> None:
+        data = event.data or {}
+        fields = _fields(data)
         key = event.subject
         if not key:
             raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
@@ -268,26 +273,31 @@ class MasterView:
         else:
             if previous is None and len(devices) >= MAX_DEVICES:
                 self.ignored["too_many"] += 1
-                return True
+                self._nodes[record.node] = _changed(record, **_position(event))
+                return
             device = GPUDevice.model_validate(data.get("device"))
             devices[key] = current = _available(device, offered=record.offers_devices)
-            change = None if current == previous else _device_change(previous, current)
-            why = why or (of_device(previous, current) if change is not None else None)
-        self._store(_changed(record, devices=devices), fields)
+            change = None if _same(previous, current) else _device_change(previous, current)
+            if change is not None and why is None and self._feed.watched:
+                why = of_device(previous, current)
+        self._store(record, fields, devices=devices, **_position(event))
         if change is not None:
             self._post(change, record.node, key, message=why)
-        return True
 
-    def _store(self, record: NodeRecord, fields: NodeFields | None) -> None:
-        before = self._nodes.get(record.node)
+    def _store(self, record: NodeRecord, fields: NodeFields | None, **changes: Any) -> None:
+        """Replace the node's record, in one copy: copies are what an event costs most."""
+        told = changes.get("reports", record.reports) != record.reports
         if fields is not None:
-            drains = fields.draining != record.draining
-            record = _changed(record, **fields.model_dump())
-            if drains:
-                record = _offered_again(record)
-        self._nodes[record.node] = record
-        if before is not None and summary_of(before) != summary_of(record):
-            self._post(ChangeKind.NODE_UPDATED, record.node, message=updated(before, record))
+            for name in _FIELDS:
+                if (value := getattr(fields, name)) != getattr(record, name):
+                    changes[name] = value
+                    told = True
+        after = _changed(record, **changes)
+        if "draining" in changes:
+            after = _offered_again(after)
+        self._nodes[record.node] = after
+        if told and self._feed.watched:
+            self._post(ChangeKind.NODE_UPDATED, record.node, message=updated(record, after))
 
     def _leave(self, record: NodeRecord) -> None:
         """By its goodbye, or by the end of its token, or by both in either order."""
@@ -345,11 +355,25 @@ class MasterView:
             self._post(ChangeKind.NODE_LINKS, node, message=f"{len(after.measured)} links measured")
 
     def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
-        self._feed.post(Change(kind, node, device, message))
+        if self._feed.watched:
+            self._feed.post(Change(kind, node, device, message))
+
+
+def _position(event: Envelope) -> dict[str, Any]:
+    return {"epoch": event.nodeepoch, "seq": int(event.nodeseq)}
+
+
+def _fields(data: Mapping[str, Any]) -> NodeFields | None:
+    return NodeFields.model_validate(data["node"] or {}) if "node" in data else None
 
 
 def _available(device: GPUDevice, *, offered: bool) -> DeviceRecord:
     return DeviceRecord.model_construct(device=device, available=offered and device.usable)
+
+
+def _same(before: DeviceRecord | None, after: DeviceRecord) -> bool:
+    # By their dictionaries: models that differ are compared twice by their own comparison.
+    return before is not None and before.available == after.available and vars(before.device) == vars(after.device)
 
 
 def _offered_again(record: NodeRecord) -> NodeRecord:
