@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,18 +41,14 @@ class _States:
 
 @dataclass(slots=True)
 class _Offers:
-    """Continuations from one place, sorted by where they end."""
+    """Continuations from one place to another."""
 
-    end: Ints
+    start: int
     guess: Floats
     value: Floats
     parent: Ints
     state: Ints
     flexed: Bools
-
-    def ending(self, end: int) -> slice:
-        low, high = np.searchsorted(self.end, [end, end + 1])
-        return slice(int(low), int(high))
 
 
 @dataclass(slots=True)
@@ -60,12 +57,17 @@ class BeamResult:
     """Complete plans with their cost, the cheapest first."""
     exhausted: bool
     """Nothing better than ``plans[0]`` and than the limit given exists."""
+    peak: int
+    """Most beginnings at once."""
 
 
 class Beam:
-    """``limit``: only plans that are cheaper are of interest."""
+    """``limit``: only plans that are cheaper are of interest. ``whole``: a search that leaves a beginning out is of no
+    use and ends at once."""
 
-    def __init__(self, instance: Instance, relaxation: Relaxation, *, width: int, limit: float = np.inf) -> None:
+    def __init__(
+        self, instance: Instance, relaxation: Relaxation, *, width: int, limit: float = np.inf, whole: bool = False
+    ) -> None:
         self.instance = instance
         self.rest = relaxation.backward
         self.onward = relaxation.onward
@@ -73,15 +75,18 @@ class Beam:
         self.following = relaxation.visits.following()
         self.price = relaxation.unit_price
         self.prices = relaxation.prices
-        self.limit = limit
+        self.whole = whole
         self.ceiling = limit + relaxation.refund if np.isfinite(limit) else np.inf
         self.width = width
         self.exhausted = True
-        self.growing = (instance.rows >= 0).all(axis=0)
-        self.rows = instance.rows[:, self.growing]
-        self.most = instance.limits[self.growing]
+        self.peak = 0
+        # Limits that no unit takes anything of are not counted. Those that ask for at least so much are known to hold
+        # only at the end.
+        taken = instance.rows.any(axis=0) | (instance.limits < 0)
+        self.rows, self.limits, self.paid = instance.rows[:, taken], instance.limits[taken], self.prices.use[taken]
+        self.least = (self.rows < 0).any(axis=0)
         # A unit takes of few limits: only those are looked at.
-        takes = [np.flatnonzero(row) for row in self.rows]
+        takes = [np.flatnonzero(row > 0) for row in self.rows]
         deep = max((len(found) for found in takes), default=0)
         self.index = np.zeros((instance.size, deep), dtype=np.int64)
         self.need = np.full((instance.size, deep), np.iinfo(np.int64).min)
@@ -93,9 +98,7 @@ class Beam:
         self.track = constraints.max_nodes is not None or constraints.min_nodes > 1
         self.nodes = int(instance.node.max()) + 1 if instance.size else 0
         random = np.random.default_rng(20)
-        self.marks: Ints = np.asarray(
-            instance.rows @ random.integers(1, 1 << 40, instance.rows.shape[1]), dtype=np.int64
-        )
+        self.marks: Ints = np.asarray(self.rows @ random.integers(1, 1 << 40, self.rows.shape[1]), dtype=np.int64)
         self.layers = instance.layers
         self.span = instance.cost.inner.shape[2] - 1
         self.tables = (_extremes(instance.cost.inner[:, 0, :]), _extremes(instance.cost.first))
@@ -103,53 +106,64 @@ class Beam:
     def run(self, stop: Callable[[], bool]) -> BeamResult:
         instance, layers = self.instance, self.layers
         states: list[_States | None] = [None] * (layers + 1)
-        offers: list[_Offers | None] = [None] * (layers + 1)
+        offers: list[list[_Offers]] = [[] for _ in range(layers + 1)]
         found: list[tuple[float, tuple[Step, ...]]] = []
         self._whole(found)
         if instance.size:
-            offers[0] = self._begin()
+            self._begin(offers)
         ends: list[tuple[float, int, int, int]] = []
         for start in range(1, layers):
-            if stop():
-                self.exhausted = False
+            late = stop()
+            self.exhausted &= not late
+            if late or (self.whole and not self.exhausted):
                 break
-            state = self._pick(offers, states, start)
+            state = self._pick(offers[start], states)
+            offers[start] = []
             if state is None:
                 continue
             states[start] = state
-            room = self.most - state.used[:, self.growing]
-            free = (room[:, self.index] >= self.need).all(axis=2)
-            if state.nodes is not None and self.node_limit is not None:
-                full = state.nodes.sum(axis=1) >= self.node_limit
-                free &= ~full[:, None] | state.nodes[:, instance.node]
-            enter = state.value[:, None] + instance.hop_at(start)[state.unit] + self.price[None, :]
-            enter[~free] = np.inf
-            offers[start] = self._continue(state, enter, start)
+            # Units that a path to be looked at may enter here.
+            live = np.unique(self.visits.unit[np.isfinite(self.onward[start])])
+            if not len(live):
+                continue
+            hop = instance.hop_at(start)[np.ix_(state.unit, live)]
+            enter = state.value[:, None] + hop + self.price[live]
+            self._continue(offers, state, enter, live, start)
             if layers - start <= self.span:
-                ends += self._finish(state, enter, start)
+                ends += self._finish(state, enter, live, start)
         for _, row, start, last in sorted(ends)[:64]:
             steps = self._trace(states, row, start, last)
             found.append((path_cost(instance, steps), steps))
         found.sort(key=lambda pair: pair[0])
-        return BeamResult(found, self.exhausted)
+        return BeamResult(found, self.exhausted, self.peak)
 
-    def _finish(self, state: _States, enter: Floats, start: int) -> list[tuple[float, int, int, int]]:
+    def _free(self, state: _States, row: NDArray[np.intp], unit: Ints) -> Bools:
+        """Whether the beginning in each row has room for the unit beside it."""
+        room = self.limits - state.used
+        free: Bools = np.asarray(np.all(room[row[:, None], self.index[unit]] >= self.need[unit], axis=1))
+        if state.nodes is not None and self.node_limit is not None:
+            full = state.nodes.sum(axis=1) >= self.node_limit
+            free &= ~full[row] | state.nodes[row, self.instance.node[unit]]
+        return free
+
+    def _finish(self, state: _States, enter: Floats, live: Ints, start: int) -> list[tuple[float, int, int, int]]:
         """(cost, row, start, last unit) of the cheapest complete plans from here that keep every rule."""
         instance = self.instance
-        total = enter + instance.cost.last[:, self.layers - start] + instance.back[:, state.first].T
-        row, last = np.nonzero(total < self.ceiling)
-        # What may not be exceeded was looked at when the unit was entered; what must be reached is known only now.
-        least = ~self.growing
-        used = state.used[:, least][row] + instance.rows[:, least][last]
-        good = np.all(used <= instance.limits[least], axis=1)
+        total = enter + instance.cost.last[live, self.layers - start] + instance.back[np.ix_(live, state.first)].T
+        row, place = np.nonzero(total < self.ceiling)
+        last = live[place]
+        good = self._free(state, row, last)
+        row, place, last = row[good], place[good], last[good]
+        used = state.used[:, self.least][row] + self.rows[:, self.least][last]
+        good = np.all(used <= self.limits[self.least], axis=1)
         if state.nodes is not None:
             nodes = state.nodes[row]
             nodes[np.arange(len(row)), instance.node[last]] = True
             good &= nodes.sum(axis=1) >= instance.constraints.min_nodes
-        row, last = row[good], last[good]
+        row, place, last = row[good], place[good], last[good]
         # Prices led the search; what a plan costs is without them.
-        paid = state.used @ self.prices.use
-        cost = total[row, last] - paid[row] - self.price[last]
+        paid = state.used @ self.paid
+        cost = total[row, place] - paid[row] - self.price[last]
         order = np.argsort(cost, kind="stable")[:64]
         return [(float(cost[k]), int(row[k]), start, int(last[k])) for k in order]
 
@@ -160,8 +174,8 @@ class Beam:
             if keeps_rules(self.instance, steps):
                 found.append((float(whole[unit]), steps))
 
-    def _begin(self) -> _Offers:
-        own: Bools = np.all(self.rows <= self.most, axis=1)
+    def _begin(self, offers: list[list[_Offers]]) -> None:
+        own: Bools = np.all((self.rows <= self.limits) | self.least, axis=1)
         reach = min(self.span, self.layers - 1)
         value = np.where(own[:, None], self.instance.cost.first[:, 1 : reach + 1] + self.price[:, None], np.inf)
         alone = self.visits.alone
@@ -169,54 +183,51 @@ class Beam:
         unit, place = np.nonzero(guess < self.ceiling)
         flexed = self._between(self.tables[1], unit, place + 1)
         parent = np.full(len(unit), -1)
-        return _offers(place + 1, guess[unit, place], value[unit, place], parent, alone[unit], flexed)
+        _offer(offers, 0, place + 1, guess[unit, place], value[unit, place], parent, alone[unit], flexed)
 
-    def _continue(self, state: _States, enter: Floats, start: int) -> _Offers | None:
+    def _continue(self, offers: list[list[_Offers]], state: _States, enter: Floats, live: Ints, start: int) -> None:
         reach = min(self.span, self.layers - 1 - start)
         if reach <= 0:
-            return None
+            return
         home = self.prices.home[state.first]
-        after = self.following[state.state]
-        guess = enter + (self.onward[start][after] + (home[:, None] - self.price[None, :]))
+        after = self.following[np.ix_(state.state, live)]
+        guess = enter + (self.onward[start][after] + (home[:, None] - self.price[live]))
         guess[after < 0] = np.inf
-        row, unit = np.nonzero(guess < self.ceiling)
+        row, place = np.nonzero(guess < self.ceiling)
+        free = self._free(state, row, live[place])
+        row, place = row[free], place[free]
         room = 3 * self.width
         if len(row) > room:
             self.exhausted = False
-            keep = np.argpartition(guess[row, unit], room)[:room]
-            row, unit = row[keep], unit[keep]
-        after = after[row, unit]
-        value = enter[row, unit][:, None] + self.instance.cost.row(start)[unit, 1 : reach + 1]
+            keep = np.argpartition(guess[row, place], room)[:room]
+            row, place = row[keep], place[keep]
+        after, unit = after[row, place], live[place]
+        value = enter[row, place][:, None] + self.instance.cost.row(start)[unit, 1 : reach + 1]
         guess = value + home[row][:, None] + self.rest[start + 1 : start + reach + 1].T[after]
         pair, place = np.nonzero(guess < self.ceiling)
         flexed = self._between(self.tables[0], unit[pair], place + 1)
         twice = flexed & state.flexed[row[pair]]
         pair, place, flexed = pair[~twice], place[~twice], flexed[~twice]
         flexed = flexed | state.flexed[row[pair]]
-        return _offers(start + place + 1, guess[pair, place], value[pair, place], row[pair], after[pair], flexed)
+        ends, best = start + place + 1, guess[pair, place]
+        _offer(offers, start, ends, best, value[pair, place], row[pair], after[pair], flexed)
 
     def _between(self, table: tuple[Ints, Ints], unit: NDArray[np.intp], number: NDArray[np.intp]) -> Bools:
         if not self.instance.movable:
             return np.zeros(len(unit), dtype=np.bool_)
         return (number != table[0][unit]) & (number != table[1][unit])
 
-    def _pick(self, offers: Sequence[_Offers | None], states: Sequence[_States | None], end: int) -> _States | None:
-        parts: list[tuple[Floats, Floats, Ints, Ints, Ints, Bools]] = []
-        for start in range(max(0, end - self.span), end):
-            offer = offers[start]
-            if offer is None:
-                continue
-            mine = offer.ending(end)
-            if mine.start < mine.stop:
-                count = int(mine.stop) - int(mine.start)
-                origin = np.array([start], dtype=np.int64).repeat(count)
-                parts.append((
-                    offer.guess[mine], offer.value[mine], offer.parent[mine], origin,
-                    offer.state[mine], offer.flexed[mine],
-                ))  # fmt: skip
-        if not parts:
+    def _pick(self, offers: Sequence[_Offers], states: Sequence[_States | None]) -> _States | None:
+        if not offers:
             return None
-        guess, value, parent, start, after, flexed = (np.concatenate(column) for column in zip(*parts, strict=True))
+        guess = np.concatenate([offer.guess for offer in offers])
+        value = np.concatenate([offer.value for offer in offers])
+        parent = np.concatenate([offer.parent for offer in offers])
+        after = np.concatenate([offer.state for offer in offers])
+        flexed = np.concatenate([offer.flexed for offer in offers])
+        start = np.repeat(
+            np.array([offer.start for offer in offers], dtype=np.int64), [len(offer.guess) for offer in offers]
+        )
         room = 8 * self.width
         if len(guess) > room:
             self.exhausted = False
@@ -225,15 +236,12 @@ class Beam:
             after, flexed = after[order], flexed[order]
         unit = self.visits.unit[after]
         mark, first = self.marks[unit].copy(), unit.copy()
-        sources: list[tuple[_States, NDArray[np.intp]]] = []
-        for before in sorted(set(map(int, start))):
-            past = states[before]
-            if past is None:
-                continue
+        origins: list[int] = np.unique(start).tolist()
+        sources = [(before, past) for before in origins if (past := states[before]) is not None]
+        for before, past in sources:
             mine = np.flatnonzero(start == before)
             mark[mine] += past.mark[parent[mine]]
             first[mine] = past.first[parent[mine]]
-            sources.append((past, mine))
         # The same devices with the same two ends: only the cheapest can be part of the best plan.
         key = mark + unit * 7919 + first * 1_000_003 + flexed
         order = np.lexsort((value, key))
@@ -244,13 +252,14 @@ class Beam:
         if len(unique) > self.width:
             self.exhausted = False
             unique = unique[: self.width]
-        used = self.instance.rows[unit[unique]]
+        self.peak = max(self.peak, len(unique))
+        used = self.rows[unit[unique]]
         nodes = None
         if self.track:
             nodes = np.zeros((len(unique), self.nodes), dtype=np.bool_)
             nodes[np.arange(len(unique)), self.instance.node[unit[unique]]] = True
-        for past, mine in sources:
-            rows = np.flatnonzero(np.isin(unique, mine))
+        for before, past in sources:
+            rows = np.flatnonzero(start[unique] == before)
             source = parent[unique[rows]]
             used[rows] += past.used[source]
             if nodes is not None and past.nodes is not None:
@@ -271,9 +280,18 @@ class Beam:
         return tuple(reversed(steps))
 
 
-def _offers(end: Ints, guess: Floats, value: Floats, parent: Ints, state: Ints, flexed: Bools) -> _Offers:
+def _offer(
+    offers: list[list[_Offers]], start: int, end: Ints, guess: Floats, value: Floats, parent: Ints, state: Ints,
+    flexed: Bools,
+) -> None:  # fmt: skip
+    """Put each continuation where it ends."""
+    if not len(end):
+        return
     order = np.argsort(end, kind="stable")
-    return _Offers(end[order], guess[order], value[order], parent[order], state[order], flexed[order])
+    bounds = [*np.flatnonzero(np.diff(end[order], prepend=-1)).tolist(), len(order)]
+    for low, high in pairwise(bounds):
+        mine = order[low:high]
+        offers[end[mine[0]]].append(_Offers(start, guess[mine], value[mine], parent[mine], state[mine], flexed[mine]))
 
 
 def _extremes(table: Floats) -> tuple[Ints, Ints]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Final
 
@@ -21,15 +21,17 @@ from gpurt.placement.prices import improve
 from gpurt.placement.relaxation import Prices, Relaxation, Step, no_prices
 from gpurt.placement.search import LocalSearch
 from gpurt.placement.valuation import keeps_rules, path_cost
-from gpurt.placement.visits import remembering
+from gpurt.placement.visits import GROUP_STATES, remembering
 
 PROVEN_GAP: Final = 1e-4
 """A plan within this share of its bound counts as optimal."""
 _WIDTHS: Final = (100, 1000, 8000)
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
-_PROMISING: Final = 200
+_PROMISING: Final = 100
 """Units among which prices are looked for."""
+_HOPELESS: Final = 0.01
+"""Gap from which on paths that remember have to show a rise of the bound, or are given up."""
 _UNIT_LIMIT: Final = 600
 """Units up to which the integer programme is tried."""
 
@@ -229,26 +231,52 @@ class Engine:
     def _remember(self, seconds: float) -> bool:
         """Raise the bound with paths that remember, and leave out units as it rises. Whether all is done."""
         over = self.clock.slice(seconds)
-        scale = 0.5
+        scale, states = 0.5, GROUP_STATES
         while not over() and not self.done():
             relaxation = self.relaxation
             assert relaxation is not None
-            before = self.bound
+            before, gap = self.bound, self.value - self.bound
             prices, through = relaxation.prices, through_units(relaxation)
-            visits = remembering(self.instance, through)
+            visits = remembering(self.instance, through, states)
             # Prices are looked for among the promising units, where a step is cheap; then all units are asked.
             near = np.sort(np.argsort(through, kind="stable")[:_PROMISING])
             part = PathRelaxation(self.instance.of(near), visits.of(near)[0])
-            found, _ = self._improve(part, prices.of(near), rounds=12, seconds=self.clock.left * 0.2, scale=scale)
+            found, _ = self._improve(part, prices.of(near), rounds=10, seconds=self.clock.left * 0.3, scale=scale)
             home = prices.home.copy()
             home[near] = found.home
             self._relaxed(PathRelaxation(self.instance, visits), Prices(found.use, home))
-            self._beam(24)
             self._reduce()
-            if self.bound - before < 0.05 * (self.value - self.bound):
-                scale *= 0.5
+            rise = self.bound - before
+            if self._certify():
+                return True
+            if rise > 0.2 * gap:
+                self._beam(24)
+            elif rise < 0.05 * gap and self._gap() > _HOPELESS:
+                # What is missing is not a matter of going to and fro.
+                break
+            elif rise < 0.1 * gap:
+                # Shorter steps and a longer memory.
+                scale, states = scale * 0.7, states * 2
                 if scale < 0.05:
                     break
+        return self.done()
+
+    def _certify(self) -> bool:
+        """Look at every beginning of a plan below a limit, as long as they are few. Whether all is done."""
+        relaxation = self.relaxation
+        assert relaxation is not None
+        through = through_units(relaxation)
+        for share in (0.5, 0.8, 1.0):
+            limit = self.bound + share * (self.limit - self.bound)
+            chosen = np.flatnonzero(through < limit)
+            beam = Beam(self.instance.of(chosen), relaxation.of(chosen), width=_WIDTHS[2], limit=limit, whole=True)
+            found = beam.run(self.clock.over)
+            for _, steps in found.plans[:4]:
+                self.offer(tuple(replace(step, unit=int(chosen[step.unit])) for step in steps), "beam")
+            if found.exhausted:
+                self.raise_bound(min(limit, self.value), "labels")
+            if not found.exhausted or self.done() or found.peak > _WIDTHS[2] // 8:
+                break
         return self.done()
 
     def _beam(self, width: int, seconds: float = np.inf) -> bool:

@@ -22,10 +22,10 @@ from gpurt.placement.instance import Bools, Floats, Instance, Ints
 
 _NEAR: Final = 8
 """Neighbours of a unit that may come into its group."""
-_GROUPED: Final = 160
+_GROUPED: Final = 80
 """Most units that come into a group with others."""
-_GROUP_STATES: Final = 2048
-"""Most states of one group, counted as if every set of devices could be remembered with every last unit."""
+GROUP_STATES: Final = 2048
+"""Most states of one group to begin with, as if every set of devices could be remembered with every last unit."""
 _STATES: Final = 24_000
 """Most states of all groups together."""
 
@@ -87,16 +87,31 @@ def forgetful(size: int) -> Visits:
     return Visits(number, number, np.full(size, -1, dtype=np.int64), nothing, nothing)
 
 
-def remembering(instance: Instance, through: Floats) -> Visits:
-    """Groups of units that are near each other or share devices.
+def remembering(instance: Instance, through: Floats, most: int = GROUP_STATES) -> Visits:
+    """Groups of units that are near each other or share devices, of up to ``most`` states.
 
-    ``through`` is what a plan with each unit costs at least: the promising units are grouped, as many as there is room
-    for, the others are alone.
+    ``through`` is what a plan with each unit costs at least: the promising units are grouped, the others are alone.
     """
-    return _visits(instance, _grouped(instance, through))
+    need, limits = _resources(instance)
+    return _visits(instance, _grouped(instance, through, need, limits, most), need, limits)
 
 
-def _grouped(instance: Instance, through: Floats) -> list[list[int]]:
+def _resources(instance: Instance) -> tuple[Ints, Ints]:
+    """``[u, r]`` what is used up of what, and how much of it there is: classes, or the unit itself where no other unit
+    needs its classes."""
+    takes = instance.uses > 0
+    users = takes.sum(axis=0)
+    own = ~(takes & (users > 1)).any(axis=1)
+    shared = np.flatnonzero(takes[~own].any(axis=0))
+    copies = np.where(takes, instance.available // np.maximum(instance.uses, 1), np.iinfo(np.int64).max).min(axis=1)
+    alone = np.flatnonzero(own)
+    need = np.zeros((instance.size, len(shared) + len(alone)), dtype=np.int64)
+    need[:, : len(shared)] = instance.uses[:, shared]
+    need[alone, len(shared) + np.arange(len(alone))] = 1
+    return need, np.concatenate([instance.available[shared], copies[alone]])
+
+
+def _grouped(instance: Instance, through: Floats, need: Ints, limits: Ints, most: int) -> list[list[int]]:
     """Units joined by their cheapest hops first, as long as there are not too many states."""
     size = instance.size
     groups = [[unit] for unit in range(size)]
@@ -114,9 +129,9 @@ def _grouped(instance: Instance, through: Floats) -> list[list[int]]:
     one, other = np.nonzero(np.triu((kept | kept.T) & np.isfinite(near), 1))
     order = np.argsort(near[one, other], kind="stable")
     leader = list(range(size))
-    takes: list[list[int]] = [np.flatnonzero(uses).tolist() for uses in instance.uses]
-    classes = [frozenset(found) for found in takes]
-    copies: list[int] = instance.available.tolist()
+    takes: list[list[int]] = [np.flatnonzero(uses).tolist() for uses in need]
+    resources = [frozenset(found) for found in takes]
+    copies: list[int] = limits.tolist()
     room = _STATES
 
     def lead(unit: int) -> int:
@@ -129,19 +144,19 @@ def _grouped(instance: Instance, through: Floats) -> list[list[int]]:
         a, b = lead(a), lead(b)
         if a == b:
             continue
-        both = classes[a] | classes[b]
+        both = resources[a] | resources[b]
         # As if every set of devices could be remembered with every last unit.
         states = prod(copies[kind] + 1 for kind in both) * (len(groups[a]) + len(groups[b]))
-        if states > min(_GROUP_STATES, room):
+        if states > min(most, room):
             continue
         room -= states // 2
         leader[b] = a
         groups[a] = groups[a] + groups[b]
-        classes[a] = both
+        resources[a] = both
     return [sorted(groups[unit]) for unit in range(size) if lead(unit) == unit]
 
 
-def _visits(instance: Instance, groups: list[list[int]]) -> Visits:
+def _visits(instance: Instance, groups: list[list[int]], need_of: Ints, limits_of: Ints) -> Visits:
     size = instance.size
     alone = np.zeros(size, dtype=np.int64)
     group = np.zeros(size, dtype=np.int64)
@@ -153,9 +168,9 @@ def _visits(instance: Instance, groups: list[list[int]]) -> Visits:
     for number, units in enumerate(groups):
         group[units] = number
         members = np.array(units, dtype=np.int64)
-        kinds = np.flatnonzero(instance.uses[members].any(axis=0))
-        limits = instance.available[kinds]
-        need = instance.uses[np.ix_(members, kinds)]
+        kinds = np.flatnonzero(need_of[members].any(axis=0))
+        limits = limits_of[kinds]
+        need = need_of[np.ix_(members, kinds)]
         radix = np.concatenate([[1], np.cumprod(limits + 1)])
         step = need @ radix[:-1]
         masks = int(radix[-1])
