@@ -203,7 +203,8 @@ for n in range(count):
 def writer(file: RegistryFile, who: str, count: int) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", WRITER, str(file.path), who, str(count)]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root})
+    path = os.pathsep.join([root, *filter(None, sys.path)])
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 
 def whole(file: RegistryFile) -> int:

@@ -20,7 +20,7 @@ from gpurt.registry.records import CalibrationRecord, utc_now
 from gpurt.telemetry.readers import backend_reader
 from gpurt.types import DeviceSpeeds, GPUDevice
 
-REVISION: Final = 1
+REVISION: Final = 2
 """Of what the figures mean: those of another revision are measured anew."""
 MAX_BYTES: Final = 256 << 20
 """Of each of two allocations on a device, and of the file: more than any cache holds."""

@@ -118,17 +118,21 @@ async def file_loads(backend: GPUBackend, path: Path, nbytes: int, device_ids: S
     """
     half = nbytes // 2
 
-    async def load_half(device_id: str, position: int) -> None:
+    async def load_half(device_id: str, position: int, size: int) -> None:
         async with backend.allocation(device_id, half) as handle:
-            await backend.load_file(path, handle, file_offset=position * half, size_bytes=half)
+            await backend.load_file(path, handle, file_offset=position * half, size_bytes=size)
 
-    async def load() -> None:
+    async def load(size: int) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for device_id in device_ids:
                     for position in (0, 1):
-                        group.create_task(load_half(device_id, position))
+                        group.create_task(load_half(device_id, position, size))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cut short by it, or fail alike
 
-    return await rate(clock, 2 * half * len(device_ids), load, at_once=1)
+    # Without what each load costs beside its bytes: a checkpoint is many times this file, and pays it as seldom.
+    little = min(LITTLE, half)
+    return await rate(
+        clock, 2 * (half - little) * len(device_ids), lambda: load(half), idle=lambda: load(little), at_once=1
+    )
