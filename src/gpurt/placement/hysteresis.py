@@ -16,9 +16,10 @@ _MEMORY_SECONDS: Final = 3600.0
 class RepairPolicy(PlacementRecord):
     """What movement is worth, and how long a gain has to last."""
 
-    tolerance: float = Field(default=0.05, ge=0)
-    """Of plans whose objective is at most this share above the best one known, the one that moves least is taken. It
-    leaves room below 6 %, the most that a repair should cost against the best full plan."""
+    tolerance: float = Field(default=0.04, ge=0)
+    """Of plans whose objective is at most this share above the best one known, the one that moves least is taken. With
+    what the former plan may be away from the best, it stays below 6 %, the most that a repair should cost against the
+    best full plan."""
     horizon_tokens: float = Field(default=20_000, gt=0)
     """Tokens (pipeline steps) over which a plan that nobody is forced to take has to win back its loading: some minutes
     of decoding at 20 to 60 ms each."""

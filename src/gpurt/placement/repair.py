@@ -168,10 +168,12 @@ class Repair:
             if candidate.value <= good:
                 return self._told(candidate, RepairMethod.INCREMENTAL)
         # Where the neighbourhood is everything and holds nothing around the survivors, only the solver's word counts.
-        solved, bound = self._solved_near(found) if found or not self.whole else ([], 0.0)
-        if not found and not solved:
-            return self.teller.of_plan(self._solved(self.devices, self.rules, time_budget), RepairMethod.FULL)
-        limit = share * max(bound, min(candidate.value for candidate in (*found, *solved)))
+        solved, settled = self._solved_near(found) if found or not self.whole else ([], False)
+        if not found and not settled:
+            full = self._full(time_budget, needed=not solved)
+            if full is not None and all(full.value <= candidate.value for candidate in solved):
+                return full
+        limit = share * min(candidate.value for candidate in (*found, *solved))
         best = min(
             (candidate for candidate in (*found, *solved) if candidate.value <= limit),
             key=lambda candidate: (candidate.bytes, candidate.value),
@@ -204,8 +206,17 @@ class Repair:
             if other is not None:
                 yield other
 
-    def _solved_near(self, found: Sequence[Candidate]) -> tuple[list[Candidate], float]:
-        """Plans of the solver on the neighbourhood, and what the best one there takes at least: a moment without
+    def _full(self, time_budget: float, *, needed: bool) -> RepairResult | None:
+        """By the solver on all devices. None: not in time, and it is not ``needed``."""
+        try:
+            return self.teller.of_plan(self._solved(self.devices, self.rules, time_budget), RepairMethod.FULL)
+        except PlacementTimeout:
+            if needed:
+                raise
+            return None
+
+    def _solved_near(self, found: Sequence[Candidate]) -> tuple[list[Candidate], bool]:
+        """Plans of the solver on the neighbourhood, and whether the best one known is good enough: for a moment without
         movement; with a price on it, and for longer, where what is ``found`` may be far from the best."""
         near, promised, tolerance = self.search.devices, self.teller.promised, self.policy.tolerance
         solved: list[Candidate] = []
@@ -227,8 +238,8 @@ class Repair:
             least = min((candidate.value for candidate in (*found, *solved)), default=np.inf)
             certain = plan.gap is not None and plan.gap <= tolerance
             if certain or least <= max(bound * (1 + tolerance), promised * _FAR):
-                break
-        return solved, bound
+                return solved, True
+        return solved, False
 
     def _solved(self, devices: Sequence[PlacementDevice], rules: Constraints, seconds: float) -> Plan:
         return ConstraintSatisfactionPlacement().solve_placement(
