@@ -15,7 +15,7 @@ from gpurt.benchmarks.plan import MIB
 from gpurt.benchmarks.raw import opened
 from gpurt.types import GPUDevice
 
-TOGETHER: Final = 4
+TOGETHER: Final = 16
 
 
 async def measure(bench: Bench) -> list[Measurement]:
