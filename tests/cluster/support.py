@@ -85,10 +85,10 @@ async def until(condition: Callable[[], Any], what: str = "the condition", timeo
 
 
 class Child:
-    """A child process of one of the programs in ``programs.py``, which says READY when it is."""
+    """A child process of one of the programs of a module, which says READY when it is."""
 
-    def __init__(self, program: str, *args: object) -> None:
-        command = [sys.executable, "-m", "tests.cluster.programs", program, *map(str, args)]
+    def __init__(self, program: str, *args: object, module: str = "tests.cluster.programs") -> None:
+        command = [sys.executable, "-m", module, program, *map(str, args)]
         self.process = subprocess.Popen(
             command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -10,6 +10,7 @@ from gpurt.cluster.bus import EventReceived, EventsDropped, NodeUp
 from gpurt.cluster.envelope import EventKind
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
 from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
 from tests.cluster.support import device, event_bytes, snapshot, until
@@ -41,6 +42,37 @@ async def test_a_token_that_comes_late_does_not_hide_that_something_is_missing(
         bus.deliver(item)
         await until(lambda: len(view.snapshot().devices) == 2, "the snapshot")
         assert observer.resyncs == {"joined": 1, reason: 1}
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_all_nodes_are_looked_at_only_when_one_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every node that joins, or every event behind a hole, it would cost more the more nodes there are."""
+    bus = InProcessBus("test")
+    looks: list[float] = []
+    tick = MasterView.tick
+
+    def counted(view: MasterView) -> None:
+        looks.append(view.clock())
+        tick(view)
+
+    monkeypatch.setattr(MasterView, "tick", counted)
+    nodes = [InProcessEngine(bus) for _ in range(200)]
+    for number, node in enumerate(nodes):
+        await node.start()
+        await node.join(f"n{number}", encode_snapshot(snapshot(device(), node=f"n{number}")))
+    engine = InProcessEngine(bus)
+    await engine.start()
+    view = MasterView(grace_s=0.1)
+    watching = asyncio.create_task(ClusterObserver(engine, view).run())
+    try:
+        await until(lambda: len(view.snapshot().nodes) == 200, "all nodes")
+        for seq in range(2, 102):
+            bus.deliver(EventReceived("n1", event_bytes(seq, node="n1")))
+        await nodes[-1].close()
+        await until(lambda: view.node("n199").state is NodeState.LOST, "the end of the grace")  # type: ignore[union-attr]
+        assert len(looks) < 20
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -42,6 +42,8 @@ SPACING_S: Final = 0.1
 """Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
+EARLY: Final = 0.02
+"""Share of that interval by which a check may be early, so that those of many nodes are found due together."""
 BURST: Final = 64
 """Items taken before other tasks get their turn: 64 events take about 2 ms."""
 
@@ -94,6 +96,8 @@ class ClusterObserver:
         self._on_event = on_event
         self._nodes: dict[str, _Node] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._next = float("inf")
+        """When the clocks have something to do next, at the earliest."""
         self._jitter = random.Random()
 
     def counters(self, node: str) -> Counters:
@@ -111,12 +115,13 @@ class ClusterObserver:
         # Nobody has watched until now. Each node that is there is told in a moment, and is back at once; one that
         # went away meanwhile is told by nobody.
         self._nodes = {name: _Node(known.sequence) for name, known in self._nodes.items()}
+        self._rearm = asyncio.Event()
         for name in self.view.snapshot().nodes:
             self.view.node_down(name)
+        self._remind(self.view.deadline)
         try:
             async with asyncio.TaskGroup() as group:
                 self._questions = asyncio.Semaphore(QUESTIONS)
-                self._rearm = asyncio.Event()
                 self._group = group
                 self._spawn(self._run_clocks(), "gpurt-cluster-clocks")
                 if on_ready is not None:
@@ -158,13 +163,12 @@ class ClusterObserver:
             case NodeUp():
                 known.up = True
                 self.view.node_up(item.node)
-                self._rearm.set()
                 self._want(item.node, known, Resync.JOINED)
             case NodeDown():
                 known.up = False
                 known.next_check = float("inf")
                 self.view.node_down(item.node, left=item.left)
-                self._rearm.set()
+                self._remind(self.view.deadline)
 
     def _event(self, item: EventReceived, known: _Node) -> None:
         try:
@@ -182,6 +186,7 @@ class ClusterObserver:
     def _do(self, name: str, known: _Node, step: _Step) -> None:
         if step.snapshot is not None:
             self.view.apply_snapshot(step.snapshot, sole=True)
+            self._remind(self.view.deadline)
         for event in step.events:
             if not self.view.apply_event(event):
                 self._want(name, known, Resync.NOTICE)
@@ -189,8 +194,7 @@ class ClusterObserver:
                 self._on_event(event)
         if step.resync is not None:
             self._want(name, known, step.resync)
-        if known.sequence.deadline is not None:
-            self._rearm.set()
+        self._remind(known.sequence.deadline)
 
     def _known(self, name: str) -> _Node | None:
         known = self._nodes.get(name)
@@ -210,26 +214,35 @@ class ClusterObserver:
     async def _run_clocks(self) -> None:
         while True:
             self._rearm.clear()
-            deadline = self._tick()
-            timeout = None if deadline is None else max(0.0, deadline - self.view.clock())
+            if self._next <= self.view.clock():
+                self._tick()
+            timeout = None if self._next == float("inf") else max(0.0, self._next - self.view.clock())
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._rearm.wait()
 
-    def _tick(self) -> float | None:
-        """Do what is due; returns when the next is."""
+    def _remind(self, at: float | None) -> None:
+        """Have the clocks look at everything at ``at``. All nodes are looked at only when one is due: with every new
+        deadline it would cost more the more nodes there are."""
+        if at is not None and at < self._next:
+            self._next = at
+            self._rearm.set()
+
+    def _tick(self) -> None:
+        """Do what is due."""
         now = self.view.clock()
+        self._next = float("inf")
         self.view.tick()
-        deadlines = [self.view.deadline]
+        self._remind(self.view.deadline)
         for name, known in tuple(self._nodes.items()):
             due = known.sequence.deadline
             if due is not None and due <= now:
                 self._do(name, known, known.sequence.expire())
                 due = known.sequence.deadline
-            if known.next_check <= now:
+            if known.next_check <= now + EARLY * self._resync_interval_s:
                 self._want(name, known, Resync.ANTI_ENTROPY)
-            deadlines += [due, known.next_check]
-        return min((at for at in deadlines if at is not None and at != float("inf")), default=None)
+            self._remind(due)
+            self._remind(known.next_check)
 
     # Snapshots
 
@@ -273,7 +286,7 @@ class ClusterObserver:
             if self.view.conflict(name) is not None:
                 interval = min(interval, CONFLICT_INTERVAL_S)
             known.next_check = self.view.clock() + interval
-            self._rearm.set()
+            self._remind(known.next_check)
 
     def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
         snapshots: dict[str, NodeSnapshot] = {}

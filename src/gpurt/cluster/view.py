@@ -62,6 +62,7 @@ class MasterView:
         self._max_nodes = max_nodes
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
+        self._suspects: set[str] = set()
         self._left_at: dict[str, int] = {}
         """Sequence number of a node's goodbye."""
         self._conflicts: dict[str, Conflict] = {}
@@ -86,8 +87,8 @@ class MasterView:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` must be called next, on ``clock``."""
-        suspects = [r.state_since for r in self._nodes.values() if r.state is NodeState.SUSPECT]
-        return min(suspects) + self.grace_s if suspects else None
+        since = min((self._nodes[name].state_since for name in self._suspects), default=None)
+        return None if since is None else since + self.grace_s
 
     # The fold
 
@@ -133,6 +134,7 @@ class MasterView:
             links=snapshot.links,
         )
         self._nodes[name] = record
+        self._note_suspicion(record)
         if old is None:
             self._post(ChangeKind.NODE_JOINED, name, message=joined(record))
         elif healthy and not same_state:
@@ -198,8 +200,8 @@ class MasterView:
     def tick(self) -> None:
         """Give up the suspects whose grace is over."""
         now = self.clock()
-        for record in tuple(self._nodes.values()):
-            if record.state is NodeState.SUSPECT and record.state_since + self.grace_s <= now:
+        for record in [self._nodes[name] for name in self._suspects]:
+            if record.state_since + self.grace_s <= now:
                 self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, silent(record, now))
 
     def report_conflict(self, refused: NodeSnapshot) -> None:
@@ -307,7 +309,14 @@ class MasterView:
 
     def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind, message: str) -> None:
         self._nodes[record.node] = _offered_again(_changed(record, state=state, state_since=self.clock()))
+        self._note_suspicion(self._nodes[record.node])
         self._post(kind, record.node, message=message)
+
+    def _note_suspicion(self, record: NodeRecord) -> None:
+        if record.state is NodeState.SUSPECT:
+            self._suspects.add(record.node)
+        else:
+            self._suspects.discard(record.node)
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
         up = snapshot.node in self._up

@@ -31,6 +31,9 @@ class ZenohSettings:
     lease_s: float = 2.0
     """A peer that is silent for this long is gone. zenoh's own default, 10 s, is how long a frozen host would
     stay unnoticed; a process that dies is seen at once, by its closed connection."""
+    hub_lease_s: float = 8.0
+    """The same for the hub, as its clients see it. They can only wait for it, and what it sends to each of a thousand
+    of them to show that it is there is most of its load while nothing happens."""
     retry_first_s: float = 0.1
     retry_longest_s: float = 1.0
     """Between two attempts to connect, doubling from the first to the longest."""
@@ -38,8 +41,9 @@ class ZenohSettings:
     """One attempt to open a session. zenoh does not return from it earlier, not even for a cancellation."""
     cache_events: int = 1024
     """Events that a node keeps to repeat them; 512 s of a busy node."""
-    heartbeat_s: float = 0.5
-    """How often a node says what its last event was, so that a loss at the end is noticed, too."""
+    heartbeat_s: float = 1.0
+    """How often a node says what its last event was, so that a loss at the end is noticed, too. Less often than
+    :data:`gpurt.cluster.sequence.RECOVERY_WAIT_S` would hide events behind snapshots."""
     inbox_events: int = 8192
     """Events that a subscriber may be behind before they are dropped."""
 
@@ -100,7 +104,7 @@ def session_config(
             "period_max_ms": round(settings.retry_longest_s * millis),
             "period_increase_factor": 2,
         },
-        "transport/link/tx/lease": round(settings.lease_s * millis),
+        "transport/link/tx/lease": round((settings.hub_lease_s if listen else settings.lease_s) * millis),
         "transport/link/tx/keep_alive": 4,
         "transport/link/rx/max_message_size": MAX_MESSAGE_BYTES,
         # Between processes of one machine it would pass by the limit above, and by the encryption.

@@ -1,0 +1,130 @@
+"""The processes that the tests of faults kill, freeze and start again. Each says READY, answers every line on standard
+input with a line of JSON, and ends with its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from gpurt.cluster.endpoints import engine_at
+from gpurt.cluster.envelope import Envelope
+from gpurt.cluster.epoch import Epoch
+from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.publisher import NodePublisher
+from gpurt.cluster.state import NodeSnapshot
+from gpurt.cluster.view import MasterView
+from gpurt.discovery.events import DeviceEvent, EventType
+from gpurt.discovery.registry import RegistryFile
+from gpurt.types import GPUDevice
+from tests.cluster.support import HOST_A, device, result
+
+DEVICES = 4
+
+
+class JudgedView(MasterView):
+    """Counts what must not happen: an event that does not follow on what the view holds of its node, and a snapshot
+    that takes it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: Counter[str] = Counter()
+        self.applied = 0
+        self.contained = 0
+        """Events that came with a snapshot instead of one by one."""
+
+    def apply_event(self, event: Envelope) -> bool:
+        record = self.node(event.nodeid)
+        if record is not None:
+            epoch, seq = event.position
+            if str(epoch) != record.epoch:
+                self.faults["of another run"] += 1
+            elif seq <= record.seq:
+                self.faults["twice"] += 1
+            elif seq > record.seq + 1:
+                self.faults["lost"] += seq - record.seq - 1
+        self.applied += 1
+        return super().apply_event(event)
+
+    def apply_snapshot(self, snapshot: NodeSnapshot, *, sole: bool = False) -> bool:
+        record = self.node(snapshot.node)
+        if record is not None and record.epoch == snapshot.epoch:
+            if snapshot.seq < record.seq:
+                self.faults["taken back"] += 1
+            self.contained += max(0, snapshot.seq - record.seq)
+        return super().apply_snapshot(snapshot, sole=sole)
+
+    def picture(self) -> dict[str, list[Any]]:
+        return {
+            name: [record.state, record.epoch, record.seq, digest(record.gpu_devices)]
+            for name, record in self.snapshot().nodes.items()
+        }
+
+
+def digest(devices: Iterable[GPUDevice]) -> str:
+    """Of all that is said of these devices."""
+    said = sorted(device.model_dump_json() for device in devices)
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+
+
+async def worker(endpoint: str, name: str, registry: str, rate: str, count: str) -> None:
+    """Changes its devices ``count`` times, ``rate`` a second; then it stays. Answers with what is true of it."""
+    engine = engine_at(endpoint, cluster="test")
+    epoch = Epoch.new(RegistryFile(registry).next_epoch())
+    host = HOST_A.model_copy(update={"hostname": name, "fingerprint": f"{name:0>16}"})
+    publisher = NodePublisher(engine, name, host=host, epoch=epoch)
+    await engine.start()
+    await publisher.start(result(*(device(f"{name}-{index}", index) for index in range(DEVICES))))
+    say("READY")
+    answering = asyncio.create_task(_answer_truth(publisher))
+    begin = time.monotonic()
+    for number in range(int(count)):
+        changed = device(f"{name}-{number % DEVICES}", number % DEVICES, memory_available=number)
+        await publisher.publish_event(
+            DeviceEvent(type=EventType.MEMORY, device=changed, observed_at="2026-01-01T00:00:00Z")
+        )
+        await asyncio.sleep(max(0.0, begin + (number + 1) / float(rate) - time.monotonic()))
+    say("DONE")
+    await answering
+    await engine.close()
+
+
+async def _answer_truth(publisher: NodePublisher) -> None:
+    async for _ in lines():
+        epoch, seq = publisher.position
+        say(json.dumps(["healthy", str(epoch), seq, digest(publisher.devices.values())]))
+
+
+async def master(endpoint: str) -> None:
+    """Answers with its picture and with what it has to complain of."""
+    engine = engine_at(endpoint, cluster="test")
+    view = JudgedView()
+    await engine.start()
+    running = asyncio.create_task(ClusterObserver(engine, view).run(lambda: say("READY")))
+    async for _ in lines():
+        say(json.dumps([view.picture(), view.faults]))
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    await engine.close()
+
+
+async def lines() -> AsyncIterator[str]:
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        yield line
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    program, *words = sys.argv[1:]
+    asyncio.run({"worker": worker, "master": master}[program](*words))
