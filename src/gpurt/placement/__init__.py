@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     )
     from gpurt.placement.repair import repair_placement
     from gpurt.placement.replanning import FailedRepair, ProposedPlan, Replanner
+    from gpurt.placement.replicas import solve_replicas, solve_replicas_async
+    from gpurt.placement.replicated import ReplicatedPlan, validate_replicas
     from gpurt.placement.retelling import RepairMethod, RepairResult
     from gpurt.placement.solver import ConstraintSatisfactionPlacement
     from gpurt.placement.spec import LayerSpec, ModelSpec
@@ -109,6 +111,7 @@ __all__ = [
     "RepairPolicy",
     "RepairResult",
     "Replanner",
+    "ReplicatedPlan",
     "ResidentRange",
     "Stage",
     "StageLayers",
@@ -133,7 +136,10 @@ __all__ = [
     "optimize_workload_placement",
     "predict_load",
     "repair_placement",
+    "solve_replicas",
+    "solve_replicas_async",
     "validate_plan",
+    "validate_replicas",
     "what_ifs",
 ]
 
@@ -201,6 +207,8 @@ _HOMES = {
     "hysteresis": ("RepairPolicy",),
     "repair": ("repair_placement",),
     "replanning": ("FailedRepair", "ProposedPlan", "Replanner"),
+    "replicas": ("solve_replicas", "solve_replicas_async"),
+    "replicated": ("ReplicatedPlan", "validate_replicas"),
     "retelling": ("RepairMethod", "RepairResult"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

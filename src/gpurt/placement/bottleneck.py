@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
 from gpurt.placement.instance import Bools, Floats, Instance
 from gpurt.placement.packing import capacities
-from gpurt.placement.relaxation import Step
+from gpurt.placement.proportional import proportional
 from gpurt.placement.valuation import path_bottleneck, path_cost
 
 
@@ -85,57 +85,51 @@ def least_bottleneck(instance: Instance, clock: Clock, *, seed: int, target_gap:
         return Found(np.inf, None, np.inf, (), "capacity")
     floor = low
     """No plan has a limit below ``values[floor]``."""
-    best: tuple[Step, ...] | None = None
     engines: dict[str, None] = {}
     upper = len(values) - 1
-    exact = True
+    """Some plan has ``values[upper]``, where there is one."""
+    best = proportional(instance)
+    if best is not None:
+        upper = _place(values, path_bottleneck(instance, best))
+        engines["proportional"] = None
 
-    def attempt(place: int, seconds: float) -> bool | None:
-        """A plan within the limit: found, impossible, or None."""
-        nonlocal best, upper
-        engine = Engine(
-            instance.restricted(float(values[place])),
-            Clock(min(seconds, max(0.01, clock.left)), clock.cancelled),
-            seed=seed,
-            target_gap=np.inf,
-        )
-        found = engine.run()
-        if found.steps is None:
-            return False if np.isinf(found.bound) else None
-        best = found.steps
-        engines.update(dict.fromkeys(found.engines))
-        upper = int(np.searchsorted(values, path_bottleneck(instance, best) * (1 - 1e-12)))
-        return True
+    def attempt(place: int, seconds: float) -> None:
+        """Look for a plan within the limit: what is found lowers ``upper``, what is refuted raises ``floor``."""
+        nonlocal best, upper, floor
+        within = instance.restricted(float(values[place]))
+        time = Clock(min(seconds, max(0.01, clock.left)), clock.cancelled)
+        found = Engine(within, time, seed=seed, target_gap=np.inf).run()
+        if found.steps is not None:
+            best = found.steps
+            engines.update(dict.fromkeys(found.engines))
+            upper = _place(values, path_bottleneck(instance, best))
+        elif np.isinf(found.bound):
+            # Whatever fits within less fits within this.
+            floor = max(floor, place + 1)
 
     share = clock.left
-    # The bound itself first: where links are fast it is reached at once.
-    probe = floor
-    bottom = floor
-    while bottom <= upper and not (best is not None and clock.over()):
-        answer = attempt(probe, max(0.05, share * (0.12 if best is not None else 0.3)))
-        if answer:
-            if upper <= bottom:
+    for part in (0.12, 0.3, 0.6):
+        # Limits up to here were looked at without an answer.
+        bottom = floor
+        # The bound itself first: where links are fast it is reached at once.
+        probe = floor
+        while bottom < upper or best is None:
+            attempt(probe, max(0.05, share * (part if best is not None else 0.3)))
+            if clock.over() or (best is None and probe >= upper):
                 break
-        else:
-            exact &= answer is False
-            if exact:
-                floor = probe + 1
-            bottom = probe + 1
-        if best is None and probe >= upper:
-            break
-        if best is None and clock.over():
-            break
-        if best is None:
-            # No plan yet: widen quickly, a loose plan is easy to find.
-            probe = min(upper, probe + max(1, (upper - probe + 1) // 2))
-        elif values[upper] - values[min(bottom, upper)] <= PROVEN_GAP / 2 * values[upper]:
-            break
-        else:
-            probe = (bottom + upper - 1) // 2 if bottom < upper else bottom
-        if best is not None and bottom >= upper:
+            bottom = max(bottom, floor, probe + 1 if upper > probe else bottom)
+            if best is None:
+                # No plan yet: widen quickly, a loose plan is easy to find.
+                probe = min(upper, probe + max(1, (upper - probe + 1) // 2))
+            elif values[upper] - values[min(bottom, upper)] <= PROVEN_GAP / 2 * values[upper]:
+                break
+            else:
+                probe = (bottom + upper - 1) // 2
+        near = best is not None and values[upper] - values[min(floor, upper)] <= PROVEN_GAP / 2 * values[upper]
+        if near or floor > upper or clock.over():
             break
     if best is None:
-        bound = np.inf if exact and floor >= len(values) else float(values[min(floor, len(values) - 1)])
+        bound = np.inf if floor >= len(values) else float(values[floor])
         return Found(np.inf, None, bound, (), None)
     value = path_bottleneck(instance, best)
     # Among plans with this bottleneck: the one of least latency that the rest of the time gives.
@@ -149,7 +143,12 @@ def least_bottleneck(instance: Instance, clock: Clock, *, seed: int, target_gap:
             engines.update(dict.fromkeys(found.engines))
             value = path_bottleneck(instance, best)
     bound = float(values[min(floor, len(values) - 1)])
-    return Found(value, best, min(bound, value), tuple(engines), "capacity" if exact else "capacity of a wider limit")
+    return Found(value, best, min(bound, value), tuple(engines), "limits")
+
+
+def _place(values: Floats, value: float) -> int:
+    """Of a value among all."""
+    return int(np.searchsorted(values, value * (1 - 1e-12)))
 
 
 def least_sum(instance: Instance, priced: Instance, clock: Clock, *, seed: int, target_gap: float) -> Found:

@@ -87,6 +87,11 @@ class Constraints(PlacementRecord):
     """1: no tensor parallelism."""
     same_backend: bool = False
     """All stages use one backend."""
+    replicas: int = Field(default=1, ge=1)
+    """Whole pipelines on disjoint devices. Every rule holds in each of them; what is required is used by one of them.
+    More than one: :func:`gpurt.placement.solve_replicas`."""
+    replica_domain: str | None = Field(default=None, min_length=1)
+    """No two replicas use the same failure domain of this kind (``node``, ``zone`` or a label)."""
     movement_seconds_per_byte: float = Field(default=0.0, ge=0)
     """Cost of every weight byte that is not on its device yet, in seconds of time per token: load time divided by the
     number of tokens over which it may be won back."""

@@ -30,6 +30,8 @@ _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
 _PROMISING: Final = 100
 """Units among which prices are looked for."""
+_SCARCE: Final = 1.5
+"""Times the layers that the devices hold, up to which plans begin with the fullest use of every node."""
 _HOPELESS: Final = 0.01
 """Gap from which on paths that remember have to show a rise of the bound, or are given up."""
 _UNIT_LIMIT: Final = 600
@@ -131,7 +133,8 @@ class Engine:
 
     def _solve(self) -> None:
         instance, clock = self.instance, self.clock
-        if not instance.size or self._too_small():
+        held = self._held()
+        if held < instance.layers:
             self.raise_bound(np.inf, "capacity")
             return
         exact = instance.movable and len(instance.hop) == 1 and highs_available()
@@ -148,7 +151,7 @@ class Engine:
             self._beam(16)
         search = LocalSearch(self.instance, self.seed, clock.slice(clock.left * 0.2))
         self._descend(search, rounds=0)
-        if self.steps is None or self._gap() > 0.02:
+        if self.steps is None or (held < _SCARCE * instance.layers and self._gap() > 0.02):
             order = packed(self.instance, search.filling) if self.instance.movable else None
             if order is not None:
                 units, _ = search.run(order, search.value(order), rounds=0)
@@ -188,10 +191,12 @@ class Engine:
             return np.inf
         return (self.value - self.bound) / self.value if self.value > 0 else 0.0
 
-    def _too_small(self) -> bool:
-        """Even the fullest use of every node does not hold all layers."""
+    def _held(self) -> float:
+        """Layers that the devices hold at most; infinite where nobody knows."""
+        if not self.instance.size:
+            return 0
         held, _, exact = fullest(self.instance, capacities(self.instance))
-        return exact and self.instance.complete and held < self.instance.layers
+        return held if exact and self.instance.complete else np.inf
 
     def _improve(
         self, paths: PathRelaxation, prices: Prices, *, rounds: int, seconds: float, scale: float = 1.0

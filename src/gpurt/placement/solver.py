@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from gpurt.placement.aside import aside
 from gpurt.placement.assembly import assemble
 from gpurt.placement.bottleneck import least_bottleneck, least_sum
 from gpurt.placement.building import build_instance
@@ -65,9 +63,11 @@ class ConstraintSatisfactionPlacement:
         """
         topology = topology or Topology()
         constraints = constraints or Constraints()
-        kind = _objective(objective)
+        kind = objective_kind(objective)
         if not time_budget > 0:
             raise InvalidPlacementInput("it must be positive", field="time_budget")
+        if constraints.replicas > 1:
+            raise InvalidPlacementInput("one pipeline is solved here: see solve_replicas", field="constraints.replicas")
         clock = Clock(time_budget, cancelled)
         check_inputs(model, devices, topology, constraints)
         # The order in which devices are given must not decide between equal plans.
@@ -134,36 +134,19 @@ class ConstraintSatisfactionPlacement:
         seed: int = 0,
     ) -> Plan:
         """:meth:`solve_placement` on a thread of its own. When cancelled it returns at once, the thread soon."""
-        stop = threading.Event()
-        result: Future[Plan] = Future()
-
-        def work() -> None:
-            try:
-                plan = self.solve_placement(
-                    model,
-                    devices,
-                    topology,
-                    constraints,
-                    objective=objective,
-                    time_budget=time_budget,
-                    target_gap=target_gap,
-                    seed=seed,
-                    cancelled=stop.is_set,
-                )
-            except BaseException as error:
-                result.set_exception(error)
-            else:
-                result.set_result(plan)
-
-        # From here on the future cannot be cancelled under the thread that will fill it.
-        result.set_running_or_notify_cancel()
-        # A thread of its own and not the loop's pool: a solver would take a place in it for seconds, and the pool is
-        # joined when the loop ends.
-        threading.Thread(target=work, name="gpurt-placement", daemon=True).start()
-        try:
-            return await asyncio.wrap_future(result)
-        finally:
-            stop.set()
+        return await aside(
+            lambda cancelled: self.solve_placement(
+                model,
+                devices,
+                topology,
+                constraints,
+                objective=objective,
+                time_budget=time_budget,
+                target_gap=target_gap,
+                seed=seed,
+                cancelled=cancelled,
+            )
+        )
 
 
 def _reporting(clock: Clock) -> float:
@@ -171,7 +154,7 @@ def _reporting(clock: Clock) -> float:
     return min(2.0, max(0.1, clock.left))
 
 
-def _objective(objective: ObjectiveKind | str) -> ObjectiveKind:
+def objective_kind(objective: ObjectiveKind | str) -> ObjectiveKind:
     try:
         return ObjectiveKind(objective)
     except ValueError:
