@@ -173,9 +173,9 @@ async def run_with_faults(
     faults: tuple[str, ...] | None = None,
     server: NatsServer | None = None,
 ) -> Cluster:
-    """Each of ``workers`` tells its share of ``events``, ``rate`` a second: one that is away for longer than its node can
-    repeat what it told meanwhile, 1,024 events over zenoh, is known by a snapshot. ``faults`` come in this order, or at
-    random until the last event."""
+    """Each of ``workers`` tells its share of ``events``, ``rate`` a second. What it tells while it cannot be heard is
+    repeated, up to 1,024 events over zenoh; more are known by a snapshot. ``faults`` come in this order, or at random
+    until the last event."""
     dice = random.Random(seed)
     port = free_port() if server is None else server.port
     async with AsyncExitStack() as stack:
