@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from cluster_programs import CLUSTER, devices_of, event_of, host
+from cluster_programs import AT_ONCE, CLUSTER, devices_of, event_of, host
 from cluster_running import MIB, Figure, Process, healthy, new_endpoint, observing, started, until
 from gpurt.benchmarks.clocks import summary
 from gpurt.cluster.bus import EventReceived
@@ -63,14 +63,15 @@ async def latency(options: argparse.Namespace) -> list[Figure]:
 
 
 async def rate(options: argparse.Namespace) -> list[Figure]:
-    endpoint, count = new_endpoint(), 20_000
+    endpoint, count = new_endpoint(), 5 * AT_ONCE
     async with observing(endpoint) as (view, observer), started("publish", endpoint, "p", 0, count) as publisher:
         await publisher.line()
         await until(lambda: view.node("p") is not None, 10)
-        last = view.node("p").seq + count  # pyright: ignore[reportOptionalMemberAccess]
+        first = view.node("p").seq  # pyright: ignore[reportOptionalMemberAccess]
         processor, begin = time.process_time(), time.monotonic()
-        publisher.process.stdin.write(b"\n")  # pyright: ignore[reportOptionalMemberAccess]
-        await until(lambda: view.node("p").seq == last, 120)  # pyright: ignore[reportOptionalMemberAccess]
+        for sent in range(AT_ONCE, count + 1, AT_ONCE):
+            publisher.process.stdin.write(b"\n")  # pyright: ignore[reportOptionalMemberAccess]
+            await until(lambda sent=sent: view.node("p").seq == first + sent, 120)  # pyright: ignore[reportOptionalMemberAccess]
         seconds, worked = time.monotonic() - begin, time.process_time() - processor
         counters = observer.counters("p")
     return [
