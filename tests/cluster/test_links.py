@@ -45,6 +45,7 @@ from gpurt.placement import ConstraintSatisfactionPlacement, LayerSpec, Locality
 from gpurt.placement.topology import DEFAULT_CLASSES
 from tests.cluster.conftest import Bus
 from tests.cluster.support import E1, HOST_A, device, result, snapshot, until
+from tests.support.stalling_proxy import StallingProxy
 
 pytestmark = pytest.mark.wide
 
@@ -115,6 +116,30 @@ async def test_every_pair_of_a_small_cluster_is_measured_and_placement_gets_it(c
     assert ChangeKind.NODE_LINKS in {change.kind async for change in changes}
     model = ModelSpec(name="tiny", layers=tuple(LayerSpec(weight_bytes=1 << 20) for _ in range(4)), hidden_size=64)
     assert ConstraintSatisfactionPlacement().solve_placement(model=model, devices=devices, topology=topology).stages
+
+
+async def test_a_way_of_twenty_milliseconds_is_measured_as_such_and_placement_gets_it(cluster: Cluster) -> None:
+    for name in ("n1", "n2"):
+        await cluster.node(name)
+    picture = cluster.picture()
+    endpoint = picture.nodes["n2"].links.endpoint
+    assert endpoint is not None
+    _, host, port = split_endpoint(endpoint)
+    budget = LinkBudget(pings=9, bytes=64 << 10)
+    async with StallingProxy(port, delay_s=0.010) as proxy:
+        far = f"tcp/{host}:{proxy.port}"
+        # The shortest of three: whatever else this machine does only makes them longer.
+        samples = [await probe_link("n2", far, budget) for _ in range(3)]
+        assert 0.020 <= min(sample.round_trip_s for sample in samples) <= 0.025
+        node = picture.nodes["n2"]
+        moved = node.model_copy(update={"links": node.links.model_copy(update={"endpoint": far})})
+        picture = picture.model_copy(update={"nodes": {**picture.nodes, "n2": moved}})
+        outcome = await survey_links(cluster.engine, picture, [("n1", "n2")], budget=budget)
+    assert outcome.failed == {}
+    await until(lambda: cluster.picture().nodes["n1"].links.to("n2"), "the event")
+    devices = devices_from_view(cluster.picture().available_devices)
+    row, column = ([d.node for d in devices].index(name) for name in ("n1", "n2"))
+    assert topology_from_view(cluster.picture(), devices).dense(devices).latency[row, column] >= 0.010
 
 
 async def test_all_measure_each_other_at_once_and_none_fails(cluster: Cluster) -> None:

@@ -13,10 +13,15 @@ CHUNK_BYTES = 64 << 10
 class StallingProxy:
     """``async with StallingProxy(target) as proxy``: who connects to ``proxy.port`` talks to port ``target`` of this
     machine, except between ``stall`` and ``resume``. Then connections stay open and are even accepted, and what is
-    sent waits, as behind a switch that has lost its power for a moment."""
+    sent waits, as behind a switch that has lost its power for a moment.
 
-    def __init__(self, target: int) -> None:
+    Args:
+        delay_s: how long every piece takes, in each direction.
+    """
+
+    def __init__(self, target: int, *, delay_s: float = 0.0) -> None:
         self.port = 0
+        self._delay_s = delay_s
         self._target = target
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -76,5 +81,7 @@ class StallingProxy:
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 await self._flowing.wait()
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
                 writer.write(data)
                 await writer.drain()
