@@ -244,6 +244,23 @@ class TestQuantised:
         assert spec.layers[0].weight_bytes == pytest.approx(elements * bits / 8, rel=0.005)
         assert "layers.weight_bytes" in spec.estimated
 
+    @pytest.mark.parametrize(
+        ("name", "gib"), [("Q4_K_M", 4.58), ("q4_k_s", 4.36), ("q5_k_m", 5.33), ("iq2_xxs", 2.23), ("q3_k_m", 3.74)]
+    )
+    def test_kinds_of_gguf_file_are_as_large_as_published(self, name: str, gib: float) -> None:
+        spec = spec_from_config(LLAMA, quantisation=name)  # of the shape of the model that the table is of
+        assert spec.quantisation == name.lower()
+        assert spec.weight_bytes == pytest.approx(gib * 2**30, rel=0.005)
+
+    def test_an_unknown_name_is_told_the_known_ones_once_each(self) -> None:
+        with pytest.raises(InvalidPlacementInput) as caught:
+            spec_from_config(LLAMA, quantisation="q4_k_xxl")
+        known = caught.value.message.partition("known are ")[2].split(", ")
+        assert {"none", "fp8", "mxfp4", "nvfp4", "q4_k", "q4_k_m", "q6_k", "q8_0", "iq2_xxs"} <= set(known)
+        assert len(known) == len(set(known))
+        for name in known:
+            assert spec_from_config(LLAMA, quantisation=name).layer_count == 32
+
     def test_said_in_the_model_of_text(self) -> None:
         inside = {"model_type": "llava", "text_config": {**LLAMA, "quantization_config": FP8}}
         assert spec_from_config(inside).layers == spec_from_config({**LLAMA, "quantization_config": FP8}).layers

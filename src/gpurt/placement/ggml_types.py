@@ -77,3 +77,33 @@ WITHDRAWN: Final[Mapping[int, str]] = {
     38: "IQ4_NL_8_8",
 }
 """Numbers that once had a meaning; no current reader loads such a file."""
+
+FILE_TYPES: Final[Mapping[str, float]] = {
+    "IQ1_S": 2.0042,
+    "IQ1_M": 2.1460,
+    "IQ2_XXS": 2.3824,
+    "IQ2_XS": 2.5882,
+    "IQ2_S": 2.7403,
+    "IQ2_M": 2.9294,
+    "IQ3_XXS": 3.2548,
+    "IQ3_XS": 3.4977,
+    "IQ3_S": 3.6606,
+    "IQ3_M": 3.7628,
+    "IQ4_XS": 4.4597,
+    "IQ4_NL": 4.6818,
+    "Q2_K_S": 2.9697,
+    "Q3_K_S": 3.6429,
+    "Q3_K_M": 4.0007,
+    "Q3_K_L": 4.2979,
+    "Q4_K_S": 4.6672,
+    "Q4_K_M": 4.8944,
+    "Q5_K_S": 5.5704,
+    "Q5_K_M": 5.7036,
+}
+"""Kinds of GGUF file that mix element types, and their bits per weight on average over a whole model.
+
+The figures are of Llama 3.1 8B, from the table in llama.cpp's ``tools/quantize/README.md``; that of Q3_K_M, which the
+table lacks, is the 3.74 GiB that ``llama-quantize --help`` gives for the 8.03e9 weights of Llama 3 8B. Another model's
+mixture is a few percent off: the smaller the model, the more of it embedding and head are, which stay wider. Of an
+i-quant that is an element type as well, this is what the name means to whoever makes files.
+"""

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from gpurt.placement.config_fields import Fields, is_count
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.ggml_types import GGML_TYPES, GgmlType
+from gpurt.placement.ggml_types import FILE_TYPES, GGML_TYPES, GgmlType
 from gpurt.placement.number_formats import NumberFormat
 from gpurt.weights.errors import shown
 
@@ -23,15 +23,17 @@ NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "mxfp4": {"quant_method": "mxfp4"},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "mlx-4bit": {"quant_method": "mlx", "bits": 4, "group_size": 64},
     "mlx-8bit": {"quant_method": "mlx", "bits": 8, "group_size": 64},
 }
-"""Short names for the usual settings. GGML's types (``q4_k``) are known by theirs, ``none`` is the plain model."""
+"""Short names for the usual settings. GGML's types of elements (``q4_k``) and of files (``q4_k_m``) are known by
+theirs, ``none`` is the plain model."""
 _GGML: Final[Mapping[str, GgmlType]] = {
     kind.name.lower(): kind for kind in GGML_TYPES.values() if kind.block_elements > 1
 }
+_MIXED: Final[Mapping[str, float]] = {name.lower(): bits for name, bits in FILE_TYPES.items()}
+_SUPER_BLOCK: Final = 256
+"""Elements of a block of most types in a mixture."""
 
 
 def named_format(name: str) -> NumberFormat | None:
@@ -43,13 +45,17 @@ def named_format(name: str) -> NumberFormat | None:
     short = name.lower()
     if short == "none":
         return None
+    if short in _MIXED:
+        bits = int(_MIXED[short])
+        scales = (_MIXED[short] - bits) * _SUPER_BLOCK
+        return NumberFormat(short, bits, _SUPER_BLOCK, scale_bits=scales, head=True, embedding=True)
     if short in _GGML:
         kind = _GGML[short]
         bits = 8 * kind.block_bytes // kind.block_elements
         scales = 8 * kind.block_bytes - bits * kind.block_elements
         return NumberFormat(short, bits, kind.block_elements, scale_bits=scales, head=True, embedding=True)
     if short not in NAMED:
-        known = ", ".join(["none", *NAMED, *_GGML])
+        known = ", ".join(dict.fromkeys(["none", *NAMED, *_GGML, *_MIXED]))
         raise InvalidPlacementInput(f"{shown(name)} is unknown; known are {known}", field="quantisation")
     return format_of(Fields(NAMED[short], "quantisation."))
 

@@ -68,8 +68,8 @@ def spec_from_config(
     Args:
         source: the file, its folder, or what is in it.
         quantisation: how weights are stored, instead of what the configuration says: a short name
-            (:data:`~gpurt.placement.quantised_config.NAMED`, ``q4_k`` and the like of GGML, or ``none``), or an object
-            like ``quantization_config``.
+            (:data:`~gpurt.placement.quantised_config.NAMED`, ``q4_k``, ``q4_k_m`` and the like of GGML, or ``none``),
+            or an object like ``quantization_config``.
         dtype: of computation and of plain weights, instead of what the configuration says.
         cache_dtype: of the key-value cache; that of computation by default.
 
