@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,9 @@ from gpurt.placement import (
     StageLayers,
     Topology,
     Workload,
+    solve_replicas,
 )
+from gpurt.types import GPUDevice
 
 pytestmark = pytest.mark.wide
 
@@ -191,3 +194,51 @@ def test_a_table_of_devices_counts_also_where_some_of_them_take_no_part() -> Non
     )
     assert [hop.seconds for hop in plan.hops] == [pytest.approx(0.6), pytest.approx(0.504)]
     assert not any(hop.estimated for hop in plan.hops)
+
+
+GPU = GPUDevice(
+    device_id="cuda:0", name="H100", vendor="nvidia", backend="cuda", compute_capability="9.0", memory_bytes=1 << 36,
+    memory_available=1 << 36, compute_units=132, tensor_core_count=528, max_threads_per_block=1024,
+    clock_rate_mhz=1980, bandwidth_gbps=3350.0, support_level="full", driver_version=None, backend_name="cupy",
+)  # fmt: skip
+"""A record of discovery, which is not a device of placement."""
+
+
+@pytest.mark.parametrize("solve", [ConstraintSatisfactionPlacement().solve_placement, solve_replicas])
+@pytest.mark.parametrize(
+    ("changes", "field", "said"),
+    [
+        ({"devices": [GPU]}, "devices.0", "devices_from_view, or each with device_from_gpu"),
+        ({"devices": [device("a"), GPU]}, "devices.1", "not GPUDevice"),
+        ({"devices": GPU}, "devices", "device_from_gpu"),
+        ({"devices": "cuda:0"}, "devices", "not str"),
+        ({"devices": []}, "devices", "there is no device"),
+        ({"model": "llama"}, "model", "ModelSpec.from_config"),
+        ({"model": None}, "model", "not NoneType"),
+        ({"topology": {"a": 1}}, "topology", "a Topology, not dict"),
+        ({"constraints": {"max_stages": 1}}, "constraints", "a Constraints, not dict"),
+        ({"seed": -1}, "seed", "from 0"),
+        ({"seed": "7"}, "seed", "from 0, and is '7'"),
+        ({"seed": 1.5}, "seed", "from 0"),
+        ({"target_gap": NAN}, "target_gap", "0 or more, and is nan"),
+        ({"target_gap": -0.1}, "target_gap", "0 or more"),
+        ({"target_gap": "0.1"}, "target_gap", "0 or more"),
+        ({"time_budget": NAN}, "time_budget", "positive"),
+        ({"time_budget": "10"}, "time_budget", "positive"),
+    ],
+)
+def test_arguments_of_another_kind(
+    solve: Callable[..., object], changes: dict[str, Any], field: str, said: str
+) -> None:
+    model = ModelSpec.uniform("m", layers=2, size_bytes=100)
+    with pytest.raises(InvalidPlacementInput, match=re.escape(said)) as caught:
+        solve(**{"model": model, "devices": [device("a")], **changes})
+    assert caught.value.field == field
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model = ModelSpec.uniform("m", layers=2, size_bytes=100)
+    plan = ConstraintSatisfactionPlacement().solve_placement(
+        model, [device("a")], seed=np.int64(3), target_gap=np.float64(0.01), time_budget=np.float32(5)
+    )
+    assert plan.seed == 3

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, cast
 
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology, check_names
+
+
+def check_types(model: Any, devices: Any, topology: Any, constraints: Any) -> None:
+    """Raise :class:`InvalidPlacementInput` where one of these is not what placement works on, with how to get it."""
+    if not isinstance(model, ModelSpec):
+        raise InvalidPlacementInput(
+            f"it must be a ModelSpec, not {type(model).__name__}",
+            field="model",
+            hint="make one with ModelSpec.from_config, from_safetensors, from_gguf or uniform",
+        )
+    if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
+        raise InvalidPlacementInput(
+            f"they must be a sequence of PlacementDevice, not {type(devices).__name__}",
+            field="devices",
+            hint="make them with devices_from_view, or each with device_from_gpu",
+        )
+    for place, device in enumerate(cast("Sequence[object]", devices)):
+        if not isinstance(device, PlacementDevice):
+            raise InvalidPlacementInput(
+                f"it must be a PlacementDevice, not {type(device).__name__}",
+                field=f"devices.{place}",
+                hint="make them with devices_from_view, or each with device_from_gpu",
+            )
+    for field, value, kind in (("topology", topology, Topology), ("constraints", constraints, Constraints)):
+        if not isinstance(value, kind):
+            raise InvalidPlacementInput(f"it must be a {kind.__name__}, not {type(value).__name__}", field=field)
+
+
+def check_search(time_budget: Any, target_gap: Any, seed: Any) -> None:
+    """Raise :class:`InvalidPlacementInput` for what no search can be told."""
+    if isinstance(time_budget, bool) or not isinstance(time_budget, Real) or not time_budget > 0:
+        raise InvalidPlacementInput(f"it must be positive, in seconds, and is {time_budget!r}", field="time_budget")
+    if isinstance(target_gap, bool) or not isinstance(target_gap, Real) or not 0 <= target_gap < math.inf:
+        raise InvalidPlacementInput(f"it must be 0 or more, and is {target_gap!r}", field="target_gap")
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+        raise InvalidPlacementInput(f"it must be an integer from 0, and is {seed!r}", field="seed")
 
 
 def check_inputs(

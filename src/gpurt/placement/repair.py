@@ -21,7 +21,7 @@ from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, P
 from gpurt.placement.grouping import filter_devices
 from gpurt.placement.holdings import Holdings, whole_bytes
 from gpurt.placement.hysteresis import RepairPolicy
-from gpurt.placement.inputs import check_inputs
+from gpurt.placement.inputs import check_inputs, check_types
 from gpurt.placement.neighbourhood import neighbourhood, present_constraints
 from gpurt.placement.plan import Plan
 from gpurt.placement.repair_search import Candidate, RepairSearch, with_placed
@@ -96,6 +96,7 @@ class Repair:
         seed: int = 0,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
+        check_types(model, devices, topology or Topology(), constraints or Constraints())
         if plan.model != model.name or plan.layer_count != model.layer_count:
             raise InvalidPlacementInput(
                 f"it is for {plan.model} with {plan.layer_count} layers, not for {model.name} with {model.layer_count}",

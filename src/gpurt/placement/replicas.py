@@ -15,8 +15,8 @@ from gpurt.placement.aside import aside
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.engine import PROVEN_GAP, Clock
-from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementCancelled, PlacementTimeout
-from gpurt.placement.inputs import check_inputs
+from gpurt.placement.errors import InfeasiblePlacement, PlacementCancelled, PlacementTimeout
+from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.plan import Plan
 from gpurt.placement.replicated import ReplicatedPlan, alone, replicated_value, validate_replicas
 from gpurt.placement.shares import Block, blocks_of, divisions
@@ -51,8 +51,8 @@ def solve_replicas(
     topology = topology or Topology()
     constraints = constraints or Constraints()
     kind = objective_kind(objective)
-    if not time_budget > 0:
-        raise InvalidPlacementInput("it must be positive", field="time_budget")
+    check_search(time_budget, target_gap, seed)
+    check_types(model, devices, topology, constraints)
     check_inputs(model, devices, topology, constraints)
     devices = sorted(devices, key=lambda device: device.id)
     search = _Search(model, topology, constraints, kind, Clock(time_budget, cancelled), target_gap, seed)

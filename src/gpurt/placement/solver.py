@@ -18,7 +18,7 @@ from gpurt.placement.diagnosis import counted_out, refusal
 from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
 from gpurt.placement.errors import InvalidPlacementInput, PlacementCancelled, PlacementTimeout
 from gpurt.placement.feasibility import Feasibility, Problem
-from gpurt.placement.inputs import check_inputs
+from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.instance import Instance
 from gpurt.placement.plan import Plan
 from gpurt.placement.spec import ModelSpec
@@ -64,8 +64,8 @@ class ConstraintSatisfactionPlacement:
         topology = topology or Topology()
         constraints = constraints or Constraints()
         kind = objective_kind(objective)
-        if not time_budget > 0:
-            raise InvalidPlacementInput("it must be positive", field="time_budget")
+        check_search(time_budget, target_gap, seed)
+        check_types(model, devices, topology, constraints)
         if constraints.replicas > 1:
             raise InvalidPlacementInput("one pipeline is solved here: see solve_replicas", field="constraints.replicas")
         clock = Clock(time_budget, cancelled)
