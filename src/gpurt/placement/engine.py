@@ -28,6 +28,7 @@ PROVEN_GAP: Final = 1e-4
 _WIDTHS: Final = (100, 1000, 8000)
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
+_FEW_UNITS: Final = 40
 _PROMISING: Final = 100
 """Units among which prices are looked for."""
 _SCARCE: Final = 1.5
@@ -44,7 +45,7 @@ class Clock:
     def __init__(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
         self.begin = monotonic()
         # What is left over is for the plan itself, its check, and for engines that look at the clock only now and then.
-        self.deadline = self.begin + seconds * 0.96
+        self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.02, 0.2 * seconds))
         self.cancelled = cancelled
 
     @property
@@ -158,9 +159,14 @@ class Engine:
                 self.offer(search.filling.steps(units), "packing")
         if self.done():
             return
-        # Many stages make a problem of order, in which integer programming is ahead; few make one of choice, in which
-        # the labels are.
-        if exact and (self.steps is None or len(self.steps) > _MANY_STAGES):
+        # Many stages make a problem of order, and little room one of packing: there integer programming is ahead. Few
+        # stages with room to choose are for the labels.
+        few = self.instance.size <= _FEW_UNITS and held < _SCARCE * instance.layers
+        if few and exact:
+            if self._beam(_WIDTHS[0]):
+                return
+            self._descend(search, rounds=10)
+        if exact and (self.steps is None or len(self.steps) > _MANY_STAGES or few):
             self._highs(clock.left * 0.6)
             if self.done():
                 return
