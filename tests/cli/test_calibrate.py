@@ -45,7 +45,7 @@ def test_measured_now_and_known_later(
     out = capsys.readouterr().out
     assert out.count("Simulated NVIDIA H100 80GB HBM3 (simulated), measured now") == 2
     assert "(assumed: 2345 GB/s)" in out  # 3,350 by the datasheet, of which weights get 70 %
-    assert "(assumed: 10 TFLOPS)" in out
+    assert "(assumed: 33.45 TFLOPS)" in out  # half of 132 multiprocessors * 128 lanes * 2 * 1.98 GHz
     assert out.count("to all devices at once") == 2
     first = MeasuredFile(registry).calibrations()
     assert len(first) == 2

@@ -19,9 +19,11 @@ from gpurt.placement import (
     Topology,
     device_from_gpu,
     devices_from_view,
+    get_optimal_device,
     predict_load,
 )
 from gpurt.placement.devices import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY, FALLBACK_SPEEDS
+from gpurt.testing.profiles import PROFILES, Profile
 from gpurt.types import DeviceIdentity, DeviceKind, DeviceSpeeds, GPUDevice
 
 GB = 10**9
@@ -46,7 +48,9 @@ def speeds(**fields: Any) -> DeviceSpeeds:
 def test_a_table_is_marked_and_a_measurement_is_not() -> None:
     guessed = device_from_gpu(gpu(), node="a")
     assert guessed.memory_bandwidth == 3350e9 * BANDWIDTH_EFFICIENCY
-    assert guessed.compute_flops == FALLBACK_SPEEDS[DeviceKind.GPU][1] * COMPUTE_EFFICIENCY
+    assert guessed.compute_flops == pytest.approx(67e12 * COMPUTE_EFFICIENCY, rel=0.01)
+    nobody = device_from_gpu(gpu(name="GPU of nobody", compute_capability=None), node="a")
+    assert nobody.compute_flops == FALLBACK_SPEEDS[DeviceKind.GPU][1] * COMPUTE_EFFICIENCY
     assert guessed.load_bandwidth is None
     assert guessed.estimated == {"memory_bandwidth", "compute_flops"}
     told = speeds(memory_gbps=2900.0, fp32_tflops=55.0, bf16_tflops=600.0, load_gbps=27.0, load_together_gbps=40.0)
@@ -55,6 +59,36 @@ def test_a_table_is_marked_and_a_measurement_is_not() -> None:
         assert device.compute_flops == 600e12
         assert (device.load_bandwidth, device.node_load_bandwidth) == (27e9, 40e9)
         assert device.estimated == frozenset()
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_vendors_figures_come_before_the_table(profile: Profile) -> None:
+    fields = {"name": profile.name, "vendor": profile.vendor, "kind": profile.kind}
+    clocked = gpu(
+        **fields,
+        compute_capability=profile.compute_capability,
+        compute_units=profile.compute_units,
+        clock_rate_mhz=profile.clock_mhz,
+    )
+    named = gpu(**fields, compute_capability=None, clock_rate_mhz=None)  # as Vulkan tells of it
+    for record in (clocked, named):
+        device = device_from_gpu(record, node="a")
+        assert "compute_flops" in device.estimated
+        if profile.key not in ("gb10", "phone"):  # whose rates their vendors do not publish
+            assert device.compute_flops == pytest.approx(profile.fp32_tflops * 1e12 * COMPUTE_EFFICIENCY, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100X", "AMD Radeon 780M", ""])
+def test_another_model_has_no_figures_of_a_like_name(name: str) -> None:
+    device = device_from_gpu(gpu(name=name, compute_capability=None), node="a")
+    assert device.compute_flops == FALLBACK_SPEEDS[DeviceKind.GPU][1] * COMPUTE_EFFICIENCY
+
+
+def test_a_known_card_is_found_by_what_it_must_do() -> None:
+    devices = devices_from_view({("a", "GPU-0"): gpu()})
+    found = get_optimal_device(devices, 8, 20, ["nvidia", "amd"], accept_estimates=True)
+    assert found is devices[0]
+    assert get_optimal_device(devices, 8, 20, ["nvidia", "amd"]) is None, "nobody has measured it"
 
 
 def test_what_the_caller_gives_has_the_last_word() -> None:

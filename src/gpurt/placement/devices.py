@@ -13,6 +13,7 @@ from typing import Final
 from pydantic import Field, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
+from gpurt.placement.peak_rates import vendor_peak_flops
 from gpurt.placement.record import PlacementRecord
 from gpurt.types import DeviceKind, DeviceSpeeds, DeviceState, GPUDevice
 
@@ -123,9 +124,10 @@ def device_from_gpu(
 ) -> PlacementDevice:
     """A device of the master's view.
 
-    A speed is what the caller gives, else what was measured (``measured``, else the record's own ``speeds``), else of a
-    table and marked estimated. So is an arithmetic rate that was measured in single precision on a device with matrix
-    units, which layers in half precision exceed.
+    A speed is what the caller gives, else what was measured (``measured``, else the record's own ``speeds``), else a
+    share of the vendor's figure or, where there is none, of a table's for its kind, and marked estimated. So is an
+    arithmetic rate that was measured in single precision on a device with matrix units, which layers in half precision
+    exceed.
 
     A device whose memory nobody knows, or that must not be used, gets no usable bytes.
     """
@@ -149,7 +151,7 @@ def device_from_gpu(
         best = max(single or 0.0, half or 0.0) * 1e12
         if half is None and (best == 0 or device.tensor_core_count):
             estimated.add("compute_flops")
-        compute_flops = best or table_flops * COMPUTE_EFFICIENCY
+        compute_flops = best or (vendor_peak_flops(device) or table_flops) * COMPUTE_EFFICIENCY
     together: float | None = None
     if load_bandwidth is None and speeds is not None and speeds.load_gbps is not None:
         load_bandwidth = speeds.load_gbps * 1e9
