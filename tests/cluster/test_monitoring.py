@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpurt.cluster.board import ReadingsBoard
+from gpurt.cluster.bus import EventEngine
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusClosed, ClusterError, MalformedEvent
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
@@ -299,6 +301,93 @@ async def test_a_simulated_worker_is_watched_through_its_backend(tmp_path: Path)
         assert not discovery.health.is_watched(keys[0])
     await engine.close()
     await master.close()
+
+
+@asynccontextmanager
+async def a_watched_node(bus: Bus, path: Path) -> AsyncIterator[tuple[list[bytes], NodeMonitoring]]:
+    """``n1`` with two simulated cards that were read and are not read again, and that would say nothing more for an
+    hour; and what it has sent."""
+    engine = await bus.node()
+    sent: list[bytes] = []
+    send = engine.publish_telemetry
+
+    async def counted(payload: bytes) -> None:
+        sent.append(payload)
+        await send(payload)
+
+    quiet = asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        await asyncio.sleep(3600 if quiet.is_set() else seconds)
+
+    engine.publish_telemetry = counted  # type: ignore[method-assign]
+    async with (
+        create_simulated("h100x2") as backend,
+        GPUDiscoveryService(backend, registry_path=path / "r.json", interval=3600) as discovery,
+    ):
+        publisher = NodePublisher(engine, "n1", host=HOST_A, epoch=Epoch.new(1))
+        await publisher.start(await discovery.discover_all_devices())
+        options: dict[str, Any] = {"interval_s": 0.01, "refresh_s": 3600, "min_interval_s": 3600, "sleep": pause}
+        monitoring = NodeMonitoring(discovery, publisher, **options)
+        monitoring.use(backend)
+        running = asyncio.create_task(monitoring.run())
+        try:
+            await until(lambda: sent and len(monitoring.readings()) == 2, "the first readings")
+            quiet.set()
+            told = -1
+            while told != len(sent):  # the last reading may still be on its way
+                told = len(sent)
+                await asyncio.sleep(0.1)
+            yield sent, monitoring
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            await publisher.leave()
+
+
+@asynccontextmanager
+async def an_observer(engine: EventEngine) -> AsyncIterator[ReadingsBoard]:
+    async with ReadingsBoard(engine) as board:
+        watching = asyncio.create_task(ClusterObserver(engine, MasterView()).run())
+        try:
+            yield board
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+
+async def test_who_comes_late_hears_the_readings_at_once_with_their_age(bus: Bus, tmp_path: Path) -> None:
+    """Nothing has changed, so nothing would be told: that an observer asks for the state is what has it told."""
+    await bus.observer()
+    async with a_watched_node(bus, tmp_path) as (_, monitoring):
+        collector = monitoring.service.collector
+        collector.clock = lambda: time.monotonic() + 20  # as if they had been read 20 s ago
+        for engine in (await bus.node(), await bus.observer()):
+            async with an_observer(engine) as board:
+                await until(lambda board=board: len(board.readings("n1")) == 2, "the readings")
+                heard = board.readings("n1")
+            now = monitoring.readings()
+            assert all(20 <= heard[each.device].age_s <= each.age_s + 0.01 for each in now), "no older ones as new ones"
+            assert all(each.memory_used_bytes is not None for each in heard.values())
+    assert not monitoring._publisher.on_asked  # type: ignore[union-attr]
+
+
+async def test_many_who_come_at_once_cost_a_node_one_repetition(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpurt.cluster.monitoring.REPEAT_S", 3600.0)
+    observer = await bus.observer()
+    async with a_watched_node(bus, tmp_path) as (sent, _):
+        before = len(sent)
+        await asyncio.sleep(0.05)
+        assert len(sent) == before, "nobody asks, nothing is said"
+        asked = await asyncio.gather(*(observer.snapshot("n1", timeout=10) for _ in range(20)))
+        assert [len(replies) for replies in asked] == [1] * 20
+        await until(lambda: len(sent) > before)
+        await asyncio.sleep(0.05)
+        assert len(sent) == before + 1
 
 
 async def test_run_worker_watches_and_publishes(tmp_path: Path) -> None:

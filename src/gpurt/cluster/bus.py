@@ -23,6 +23,9 @@ CommandHandler = Callable[[bytes], Awaitable[bytes]]
 """Runs on the node's loop; returns the reply. An exception is told to the caller as the error it is."""
 
 
+OnAsked = Callable[[], None]
+"""Called on the node's loop when somebody has asked for its state. It must not block, and must not raise."""
+
 TakeReadings = Callable[[str, bytes], None]
 """Called on the loop with the node of the key and the payload. It must not block, and must not raise."""
 
@@ -118,8 +121,13 @@ class EventEngine(Protocol):
 
     # A node
 
-    async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
+    async def join(
+        self, node: str, state: bytes, on_command: CommandHandler | None = None, on_asked: OnAsked | None = None
+    ) -> None:
         """Appear under ``node``, with a first state: whoever sees the node can have its snapshot.
+
+        Args:
+            on_asked: readings published from then on reach who followed readings before it asked for the state.
 
         Raises:
             InvalidName: malformed. ClusterError: this engine has already joined.

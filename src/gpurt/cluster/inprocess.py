@@ -20,6 +20,7 @@ from gpurt.cluster.bus import (
     EventsDropped,
     NodeDown,
     NodeUp,
+    OnAsked,
     StateReply,
     TakeReadings,
 )
@@ -110,6 +111,7 @@ class InProcessEngine:
         self._started = False
         self._state: bytes | None = None
         self._on_command: CommandHandler | None = None
+        self._on_asked: OnAsked | None = None
         self._subscriptions: list[InProcessSubscription] = []
         self._readers: list[TakeReadings] = []
         self.node: str | None = None
@@ -129,13 +131,15 @@ class InProcessEngine:
             self._stop_following(take)
         self._started = False
 
-    async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
+    async def join(
+        self, node: str, state: bytes, on_command: CommandHandler | None = None, on_asked: OnAsked | None = None
+    ) -> None:
         self._check_started()
         check_name(node, "node")
         check_size(state, f"state of node {node}", MAX_STATE_BYTES)
         if self.node is not None:
             raise ClusterError(f"already joined as node {self.node}")
-        self.node, self._state, self._on_command = node, state, on_command
+        self.node, self._state, self._on_command, self._on_asked = node, state, on_command, on_asked
         self._bus.members.append(self)
         self._bus.deliver(NodeUp(node))
 
@@ -145,7 +149,8 @@ class InProcessEngine:
     def _disappear(self, *, left: bool) -> None:
         if self.node is None:
             return
-        node, self.node, self._state, self._on_command = self.node, None, None, None
+        node, self.node, self._state = self.node, None, None
+        self._on_command, self._on_asked = None, None
         self._bus.members.remove(self)
         if not any(member.node == node for member in self._bus.members):
             self._bus.deliver(NodeDown(node, left))
@@ -188,11 +193,13 @@ class InProcessEngine:
         self._check_started()
         if node != ANY:
             check_name(node, "node")
-        return tuple(
-            StateReply(member.node, member._state)
-            for member in self._bus.members
-            if member.node is not None and member._state is not None and node in (ANY, member.node)
-        )
+        replies: list[StateReply] = []
+        for member in tuple(self._bus.members):
+            if member.node is not None and member._state is not None and node in (ANY, member.node):
+                replies.append(StateReply(member.node, member._state))
+                if member._on_asked is not None:
+                    member._on_asked()
+        return tuple(replies)
 
     async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
         self._check_started()

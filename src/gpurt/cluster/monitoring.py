@@ -31,7 +31,9 @@ from gpurt.telemetry.readers import Read, backend_reader, with_fallback
 from gpurt.types import DeviceState, GPUDevice
 
 REFRESH_S: Final = 30.0
-"""Readings that have not changed are repeated so often: a master that starts later has heard nothing of before."""
+"""Readings that have not changed are repeated so often: any message may be lost."""
+REPEAT_S: Final = 1.0
+"""They are repeated for those who ask for the node's state, so often at most, however many come."""
 REOPEN_FIRST_S: Final = 5.0
 REOPEN_LONGEST_S: Final = 300.0
 """Between two attempts to listen to a driver that gives no events at the moment."""
@@ -79,7 +81,7 @@ class NodeMonitoring:
         self._backends: list[GPUBackend] = []
         self._host_readers: dict[str, HostReader] = {}
         self._addresses: tuple[str, ...] = ()
-        self._moved = asyncio.Event()
+        self._moved, self._asked = asyncio.Event(), asyncio.Event()
 
     def use(self, backend: GPUBackend) -> None:
         """Read the devices of an initialised backend through it, too, from the next reading on. Never closed here."""
@@ -94,9 +96,14 @@ class NodeMonitoring:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_discovery(), name="gpurt-monitoring-devices")
                 group.create_task(self._listen(), name="gpurt-monitoring-events")
-                group.create_task(self._publish(), name="gpurt-monitoring-readings")
+                if self._publisher is not None:
+                    self._publisher.on_asked = self._asked.set
+                    group.create_task(self._publish(self._publisher), name="gpurt-monitoring-readings")
+                    group.create_task(self._repeat(self._publisher), name="gpurt-monitoring-asked")
                 await self.service.run()
         finally:
+            if self._publisher is not None:
+                self._publisher.on_asked = None
             self._discovery.health.is_watched = before
             for reader in self._host_readers.values():
                 reader.close()
@@ -210,12 +217,9 @@ class NodeMonitoring:
 
     # Readings
 
-    async def _publish(self) -> None:
+    async def _publish(self, publisher: NodePublisher) -> None:
         """When something has changed by more than its threshold, which is every 10 s at most but for a device that
         comes, goes or is throttled; and every ``refresh_s``."""
-        publisher = self._publisher
-        if publisher is None:
-            return
         with self.service.collector.changes() as changes:
             waiting: asyncio.Future[TelemetryChange | None] | None = None
             try:
@@ -226,15 +230,24 @@ class NodeMonitoring:
                         if waiting.result() is None:
                             return
                         waiting = None
-                    if readings := self.readings():
-                        await self._send(publisher, readings)
+                    await self._send(publisher)
             finally:
                 if waiting is not None:
                     waiting.cancel()
 
-    async def _send(self, publisher: NodePublisher, readings: list[DeviceReadings]) -> None:
+    async def _repeat(self, publisher: NodePublisher) -> NoReturn:
+        """For who has come just now: everybody begins with a question for the node's state, and nothing else tells
+        values that do not change."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self._send(publisher)
+            await asyncio.sleep(REPEAT_S)
+
+    async def _send(self, publisher: NodePublisher) -> None:
         try:
-            await publisher.publish_telemetry(readings)
+            if readings := self.readings():
+                await publisher.publish_telemetry(readings)
         except ClusterError as exc:
             _log.info("readings are dropped: %s", exc)
 

@@ -18,6 +18,7 @@ from gpurt.cluster.bus import (
     CommandHandler,
     NodeDown,
     NodeUp,
+    OnAsked,
     StateReply,
     TakeReadings,
 )
@@ -149,7 +150,9 @@ class NatsEngine:
 
     # A node
 
-    async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
+    async def join(
+        self, node: str, state: bytes, on_command: CommandHandler | None = None, on_asked: OnAsked | None = None
+    ) -> None:
         self._running()
         check_name(node, "node")
         check_size(state, f"state of node {node}", MAX_STATE_BYTES)
@@ -159,7 +162,7 @@ class NatsEngine:
             self._protection.check_node(node)
         self._answer_nothing()  # of a run before
         self._answering = None if on_command is None else Answering(on_command)
-        joined = self._node = NatsNode(self._cluster, node, state, self._answering, self.settings)
+        joined = self._node = NatsNode(self._cluster, node, state, self._answering, on_asked, self.settings)
         try:
             await self._declare(joined.connected)
         except BaseException:

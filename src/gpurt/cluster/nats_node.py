@@ -13,7 +13,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from gpurt.cluster.answering import Answering
-from gpurt.cluster.bus import MAX_COMMAND_BYTES
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, OnAsked
 from gpurt.cluster.keys import COMMAND, LIVE, STATE
 from gpurt.cluster.nats_settings import TOKEN, NatsSettings, load_nats, stream_name, subject, who_subject
 
@@ -36,11 +36,17 @@ class NatsNode:
     """``connected`` for each connection, and ``disconnected`` at its end."""
 
     def __init__(
-        self, cluster: str, node: str, state: bytes, answering: Answering | None, settings: NatsSettings
+        self,
+        cluster: str,
+        node: str,
+        state: bytes,
+        answering: Answering | None,
+        on_asked: OnAsked | None,
+        settings: NatsSettings,
     ) -> None:
         self.node, self.state = node, state
         self._cluster, self._settings = cluster, settings
-        self._answering = answering
+        self._answering, self._on_asked = answering, on_asked
         self._live = subject(cluster, node, LIVE)
         self._client: Any = None
         self._subscriptions: list[Any] = []
@@ -130,6 +136,8 @@ class NatsNode:
         for number in range(count):
             part = state[number * PART_BYTES : (number + 1) * PART_BYTES]
             await client.publish(message.reply, part, headers={PART: f"{token} {number} {count}"})
+        if self._on_asked is not None:
+            self._on_asked()
 
     async def _answer_command(self, message: Any) -> None:
         assert self._answering is not None

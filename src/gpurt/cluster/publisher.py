@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from gpurt.cluster.bus import EventEngine
+from gpurt.cluster.bus import EventEngine, OnAsked
 from gpurt.cluster.command_table import CommandTable
 from gpurt.cluster.commands import Drain, Rediscover, Undrain, encode_answer
 from gpurt.cluster.device_news import DEVICE_KINDS, report_after
@@ -84,6 +84,8 @@ class NodePublisher:
         self._links = NodeLinks()
         self._joined = False
         self._lock = asyncio.Lock()
+        self.on_asked: OnAsked | None = None
+        """Somebody who may have come just now has asked for the snapshot, and has heard no readings of before."""
 
     @property
     def position(self) -> Position:
@@ -125,7 +127,7 @@ class NodePublisher:
             # Before it is: whoever is cancelled in the middle of joining may have been seen, and has to say goodbye.
             self._joined = True
             try:
-                await self._engine.join(self.node, encode_snapshot(self.snapshot()), self.commands.answer)
+                await self._engine.join(self.node, encode_snapshot(self.snapshot()), self.commands.answer, self._asked)
             except Exception:
                 self._joined = False
                 raise
@@ -224,6 +226,10 @@ class NodePublisher:
             self._joined = False
             await self._send(EventKind.NODE_LEAVING)
             await self._engine.leave()
+
+    def _asked(self) -> None:
+        if self.on_asked is not None:
+            self.on_asked()
 
     # Inside; the lock is held
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, ParamSpec, TypeVar
 
-from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, StateReply, TakeReadings
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, OnAsked, StateReply, TakeReadings
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
@@ -196,7 +196,9 @@ class ZenohEngine:
 
     # A node
 
-    async def join(self, node: str, state: bytes, on_command: CommandHandler | None = None) -> None:
+    async def join(
+        self, node: str, state: bytes, on_command: CommandHandler | None = None, on_asked: OnAsked | None = None
+    ) -> None:
         lane = self._running()
         check_name(node, "node")
         check_size(state, f"state of node {node}", MAX_STATE_BYTES)
@@ -216,7 +218,17 @@ class ZenohEngine:
             self._commands.cancel()  # of a run before
         commands = None if on_command is None else ZenohCommands(self._the_loop(), on_command, reply, here)
         take = None if commands is None else commands.take
-        self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take)
+        loop = self._the_loop()
+
+        def asked() -> None:
+            if on_asked is not None and here():
+                on_asked()
+
+        def asked_elsewhere() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
+                loop.call_soon_threadsafe(asked)
+
+        self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take, asked_elsewhere)
         self._commands = commands
         try:
             await self._call(joined.declare, self._session, self.settings)

@@ -27,6 +27,7 @@ class ZenohNode:
     Args:
         on_command: called on a thread of zenoh with the payload and the query, which it must answer and drop;
             False when it cannot take it.
+        on_asked: called on a thread of zenoh when the state was asked for.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ZenohNode:
         node: str,
         state: bytes,
         on_command: Callable[[bytes, Any], bool] | None,
+        on_asked: Callable[[], None],
     ) -> None:
         self.node = node
         self.state = state
@@ -44,7 +46,7 @@ class ZenohNode:
         self._zenoh = zenoh
         self._callbacks = callbacks
         self._key = {leaf: node_key(cluster, node, leaf) for leaf in (COMMAND, EVENTS, FLUSH, LEAVING, LIVE, STATE)}
-        self._on_command = on_command
+        self._on_command, self._on_asked = on_command, on_asked
         self._publisher: Any = None
         self._declared: list[Any] = []
 
@@ -116,6 +118,7 @@ class ZenohNode:
     def _answer_state(self, query: Any) -> None:
         with query:
             query.reply(self._key[STATE], self.state)
+        self._on_asked()
 
     def _answer_command(self, query: Any) -> None:
         payload = query.payload
