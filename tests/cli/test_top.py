@@ -108,6 +108,20 @@ def test_what_is_unknown_is_no_zero() -> None:
     assert "memory ≥ 12.0 GiB used, ≥ 70.0 GiB usable" in summary(some)
 
 
+def test_what_a_device_never_tells_has_its_reason() -> None:
+    bare: dict[str, Any] = {"power_w": None, "temperature_c": None, "memory_used_bytes": None}
+    why = {"power_w": "unsupported", "temperature_c": "no_permission", "memory_used_bytes": "\x1b[31mwhatever"}
+    seen = Cluster().join("n1", device(**GPU), readings=[told(**bare, unavailable=why)]).seen
+    figures = ["?", "70.0 GiB", "98 %", "no permission", "not told"]
+    assert row(seen, "n1")[3:8] == figures
+    assert "temp no permission  power not told" in list(lines(seen))[1]
+    assert seen.document()["nodes"][0]["devices"][0]["unavailable"]["power_w"] == "unsupported"
+    cards = [device("a", **GPU), device("b", 1, **GPU)]
+    both = [told("a", **bare, unavailable=why), told("b", **bare, unavailable=why | {"temperature_c": "error"})]
+    cluster = large(30, 1).join("n000", *cards, readings=both)
+    assert row(cluster.seen, "n000", height=20)[3:8] == ["?", "140.0 GiB", "98 %", "?", "not told"], "one reason, or ?"
+
+
 def test_marks() -> None:
     cluster = Cluster()
     cluster.join("n1", device(simulated=True, **GPU), readings=[told(age_s=STALE_S + 1)])
@@ -164,7 +178,7 @@ def test_it_fits_any_terminal(cluster: Cluster, width: int, height: int) -> None
     if width >= 60 and height >= 24:
         text = "\n".join(shown)
         assert "the hub went away" in text
-        for heading in ("node", "health", "age") if cluster.readings else ("no nodes yet",):
+        for heading in ("node", "health", "age") if cluster.readings else ("no node is there now",):
             assert heading in text
 
 
@@ -289,7 +303,10 @@ async def test_once(capsys: pytest.CaptureFixture[str]) -> None:
 async def test_once_on_an_empty_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     async with on_a_bus() as (bus, _):
         await watch(bus).once()
-    assert capsys.readouterr().out == "0 nodes, 0 devices, 0 available\n"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "0 nodes, 0 devices, 0 available"
+    assert said[1].startswith("no node is there now")
+    assert "known to a master that was there" in said[2]
 
 
 async def test_documents_until_it_is_ended(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,10 @@ async def live_inventory(config: MasterConfig, *, engine: EventEngine | None = N
             await asyncio.sleep(_LOOK_S)
         snapshot = view.snapshot()
     if not snapshot.devices:
-        raise GPUError(f"no node of cluster {config.cluster} has a device", hint="start one with gpurt worker")
+        raise GPUError(
+            f"no node of cluster {config.cluster} has a device now",
+            hint="start one with gpurt worker; a node that was lost before is known to a master that was there",
+        )
     return inventory_of_snapshot(snapshot)
 
 

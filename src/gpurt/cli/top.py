@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpurt.cluster.master import Master, MasterConfig
 
 READINGS_S: Final = 3.0
-"""How long the first picture waits for readings: a node that is busy tells some every 10 s, and one alone every 30."""
+"""How long the first picture waits for readings: a node repeats them at once for who has come, unless they are lost."""
 SETTLE_S: Final = 0.05
 NOTICES: Final = 2
 """Lines on the bus below the picture."""

@@ -20,6 +20,7 @@ from gpurt.cluster.queries import (
 from gpurt.cluster.readings import DeviceReadings
 from gpurt.cluster.records import ClusterSnapshot, NodeRecord, NodeState
 from gpurt.health.evidence import SEVERITY
+from gpurt.telemetry.reading import reason_words
 from gpurt.types import DeviceState
 
 STALE_S: Final = 2 * REFRESH_S
@@ -77,6 +78,7 @@ class DeviceLine:
             "temperature_c": told and told.temperature_c,
             "power_w": told and told.power_w,
             "throttled": told and told.throttled,
+            "unavailable": dict(told.unavailable) if told else {},
             "contact": told and told.contact,
             "age_s": told and round(told.age_s, 3),
             "stale": self.stale,
@@ -193,6 +195,12 @@ def memory_usable(lines: Iterable[DeviceLine]) -> Sum:
 def power(lines: Iterable[DeviceLine]) -> Sum:
     """Watts of all together."""
     return _sum(None if line.readings is None else line.readings.power_w for line in lines)
+
+
+def why_none(lines: Iterable[DeviceLine], metric: str) -> str:
+    """In place of a figure that none of them tells: the reason, where it is one; ``?`` where nothing is known."""
+    found = {reason_words(line.readings.unavailable.get(metric)) if line.readings else None for line in lines}
+    return (found.pop() or "?") if len(found) == 1 else "?"
 
 
 def names(lines: Iterable[DeviceLine]) -> str:

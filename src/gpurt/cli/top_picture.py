@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpurt.cli.cluster_table import size
-from gpurt.cli.top_overview import DeviceLine, NodeLines, Overview, Sum, memory_usable, memory_used, names, power
+from gpurt.cli.top_overview import (
+    DeviceLine,
+    NodeLines,
+    Overview,
+    Sum,
+    memory_usable,
+    memory_used,
+    names,
+    power,
+    why_none,
+)
 from gpurt.cluster.queries import nodes_by_state
 from gpurt.cluster.records import ClusterSnapshot
 from gpurt.printable import MAX_LINE, printable
@@ -24,6 +35,10 @@ _NAME_WIDTH: Final = 12
 """A name is cut to so many characters before any column is left away."""
 _FRAME_LINES: Final = 4
 """Heading and three rules."""
+_NOBODY: Final = (
+    "no node is there now: start one with gpurt worker",
+    "one that was lost before is known to a master that was there",
+)
 _STYLES: Final = {"healthy": "green", "lost": "red", "left": "dim", "removed": "dim"}
 
 
@@ -72,7 +87,7 @@ def picture(overview: Overview, title: str, notices: Sequence[str], *, width: in
     if rows:
         parts.append(_table(rows[:room], width))
     else:
-        parts.append(_line("no nodes yet: start one with gpurt worker"))
+        parts += [_line(text) for text in _NOBODY]
     if not per_device and more > 0:
         parts.append(_line(f"… and {_counted(more, 'more node')}: make the terminal higher"))
     parts += [_line(text, "yellow") for text in foot]
@@ -82,6 +97,8 @@ def picture(overview: Overview, title: str, notices: Sequence[str], *, width: in
 def lines(overview: Overview) -> Iterator[str]:
     """Everything as plain text, a line for each device."""
     yield printable(summary(overview), MAX_LINE)
+    if not overview.nodes:
+        yield from _NOBODY
     for node in overview.nodes:
         for row in _device_rows(node, repeat=True):
             told = zip(_HEADINGS[3:], row.cells[3:], strict=True)
@@ -128,12 +145,13 @@ def _device_rows(node: NodeLines, *, repeat: bool = False) -> Iterator[_Row]:
     for line in node.devices:
         device, told = line.found.device, line.readings
         name = f"{device.name} (simulated)" if device.simulated else device.name
+        none = partial(why_none, (line,))
         figures = (
-            size(told.memory_used_bytes if told else None),
+            size(told.memory_used_bytes) if told and told.memory_used_bytes is not None else none("memory_used_bytes"),
             size(device.memory_usable_bytes),
-            _figure(told.utilization_percent if told else None, "%"),
-            _figure(told.temperature_c if told else None, "°C"),
-            _figure(told.power_w if told else None, "W"),
+            _figure(told.utilization_percent if told else None, "%", none("utilization_percent")),
+            _figure(told.temperature_c if told else None, "°C", none("temperature_c")),
+            _figure(told.power_w if told else None, "W", none("power_w")),
         )
         cells = (label, printable(device.device_id), printable(name), *figures, _health(line), _age(line))
         yield _Row(cells, _STYLES.get(line.health, "yellow"), not line.found.available or line.stale)
@@ -148,6 +166,7 @@ def _node_row(node: NodeLines) -> _Row:
     busy = [each.utilization_percent for each in told if each.utilization_percent is not None]
     heat = [each.temperature_c for each in told if each.temperature_c is not None]
     watts = power(node.devices)
+    none = partial(why_none, node.devices)
     ill = sum(line.health is not DeviceState.HEALTHY for line in node.devices)
     health = node.worst.value if ill in (0, len(node.devices)) else f"{ill} {node.worst.value}"
     oldest = max(node.devices, key=lambda line: -1.0 if line.readings is None else line.readings.age_s)
@@ -156,11 +175,11 @@ def _node_row(node: NodeLines) -> _Row:
         _label(node),
         _counted(len(node.devices), "device"),
         printable(names(node.devices) + simulated),
-        _size(memory_used(node.devices)),
+        _size(memory_used(node.devices), none("memory_used_bytes")),
         _size(memory_usable(node.devices)),
-        _figure(sum(busy) / len(busy) if busy else None, "%"),
-        _figure(max(heat, default=None), "°C"),
-        ("" if watts.complete or watts.value is None else "≥ ") + _figure(watts.value, "W"),
+        _figure(sum(busy) / len(busy) if busy else None, "%", none("utilization_percent")),
+        _figure(max(heat, default=None), "°C", none("temperature_c")),
+        ("" if watts.complete or watts.value is None else "≥ ") + _figure(watts.value, "W", none("power_w")),
         health,
         _age(oldest),
     )
@@ -194,14 +213,16 @@ def _seconds(value: float) -> str:
     return f"{value / 3600:.0f} h" if value < 1e7 else "? h"
 
 
-def _figure(value: float | None, unit: str) -> str:
+def _figure(value: float | None, unit: str, none: str) -> str:
+    if value is None:
+        return none
     # A node may claim anything, and a picture has no room for a number of 300 digits.
-    return "?" if value is None or not abs(value) < 1e6 else f"{value:.0f} {unit}"
+    return f"{value:.0f} {unit}" if abs(value) < 1e6 else "?"
 
 
-def _size(total: Sum) -> str:
+def _size(total: Sum, none: str = "?") -> str:
     if total.value is None:
-        return "?"
+        return none
     return ("" if total.complete else "≥ ") + size(int(total.value))
 
 

@@ -40,6 +40,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
 )
 """By the field names of :class:`gpurt.types.Telemetry`."""
 
+_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {"unsupported": "not told", "no_permission": "no permission", "error": "error", STALE: STALE, INVALID: INVALID}
+)
+
 _PARTS: Final = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
 
 
@@ -122,6 +126,11 @@ class Sample:
             "throttled": self.throttled,
             "unavailable": {metric: reading.reason for metric, reading in readings.items() if reading.reason},
         }
+
+
+def reason_words(reason: str | None) -> str | None:
+    """Why there is no value, as people read it; None for a word that is none of the reasons."""
+    return _WORDS.get(reason or "")
 
 
 def checked(raw: RawReading) -> tuple[dict[str, int | float], dict[str, str], tuple[str, ...]]:

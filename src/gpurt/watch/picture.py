@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from gpurt.discovery.report import shown_id, size_text
 from gpurt.printable import MAX_LINE, printable
 from gpurt.telemetry.collector import TelemetryCollector
-from gpurt.telemetry.reading import Reading
+from gpurt.telemetry.reading import Reading, reason_words
 from gpurt.types import DeviceState, GPUDevice
 from gpurt.watch.sparkline import BLOCKS, sparkline
 
@@ -25,8 +25,6 @@ _COLUMNS: Final = (
     ("power", "power_w", None),
 )
 _STYLES: Final = {DeviceState.HEALTHY: "green", DeviceState.LOST: "red", DeviceState.REMOVED: "dim"}
-_REASONS: Final[Mapping[str, str]] = {"unsupported": "not told", "no_permission": "no permission"}
-"""Why there is no value, where the word of the record is none of people's."""
 _FIXED_COLUMNS: Final = 66
 """Characters that names, states, ages and rules take."""
 _FRAME_LINES: Final = 4
@@ -106,8 +104,7 @@ def _metric(
     reading = collector.readings(device.stable_id)[metric]
     if reading.value is None:
         waiting = collector.latest(device.stable_id) is None
-        reason = _REASONS.get(reading.reason or "unsupported", reading.reason)
-        return Text("not read yet" if waiting else reason or "not told", style="dim")
+        return Text("not read yet" if waiting else reason_words(reading.reason) or "not told", style="dim")
     if metric == "memory_used_bytes":
         high = device.memory_bytes
     values = collector.history(device.stable_id).series(metric)
