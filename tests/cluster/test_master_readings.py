@@ -217,7 +217,7 @@ async def test_a_worker_reads_through_the_backend_that_it_opens(tmp_path: Path) 
     config = WorkerConfig(
         node="n1", cluster="test", registry_path=tmp_path / "r.json", backends=["cpu"], telemetry_s=0.02
     )
-    session = _Session(config, check_bytes=None, as_json=True)
+    session = _Session(config, check_bytes=None, calibrate=False, weights=None, verify=True, as_json=True)
     joined: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
 
     async def on_ready(worker: Worker) -> None:
