@@ -1,4 +1,5 @@
-"""``gpurt master``: the hub of a cluster and a live table of its nodes and devices, until Ctrl-C."""
+"""``gpurt master``: a live table of the nodes and devices of a cluster, and its hub unless that runs elsewhere, until
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from gpurt.cli import protected
+from gpurt.cli import observing, protected
 from gpurt.cli.json_logs import add_log_format, announce
 from gpurt.cli.metrics_option import add_metrics, metrics_served
 from gpurt.cli.running import run_command
@@ -32,13 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
     parser.add_argument("--cluster", help="name of the cluster (default: default, or the certificate's)")
-    parser.add_argument(
+    hub = parser.add_mutually_exclusive_group()
+    hub.add_argument(
         "--listen",
         metavar="ENDPOINT",
         help=f"where workers connect (default: {DEFAULT_ENDPOINT}; with --tls all addresses of this machine), or "
         "nats://HOST:PORT of a NATS server where all connect",
     )
-    protected.add_arguments(parser, "FOLDER, which is the folder hub that gpurt cluster init made")
+    hub.add_argument(
+        "--connect", metavar="ENDPOINT", help="be no hub: join the one that listens there, as gpurt hub does"
+    )
+    protected.add_arguments(
+        parser, "FOLDER: the folder hub that gpurt cluster init made, or with --connect one enrolled as master"
+    )
     parser.add_argument(
         "--json",
         action="store_true",
@@ -53,9 +60,16 @@ def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
     identity = protected.identity_of(args)
+    if args.connect is not None:
+        observing.check_may_watch(identity)
     config = MasterConfig(
         cluster=protected.chosen(args.cluster, identity and identity.cluster, "default"),
-        endpoint=protected.chosen(args.listen, identity and identity.listen_endpoint, DEFAULT_ENDPOINT),
+        endpoint=protected.chosen(
+            args.listen if args.connect is None else args.connect,
+            identity and identity.listen_endpoint,
+            DEFAULT_ENDPOINT,
+        ),
+        listen=args.connect is None,
         tls=args.tls,
         insecure=args.insecure,
     )
@@ -78,7 +92,7 @@ async def _serve(
     def ready(master: Master) -> None:
         listening.set_result(master)
         measured.watch(master)
-        doing = "watching through" if is_nats(config.endpoint) else "listening at"
+        doing = "listening at" if config.listen and not is_nats(config.endpoint) else "watching through"
         announce("cluster %s: %s %s; Ctrl-C ends it", config.cluster, doing, config.endpoint)
 
     tasks = [asyncio.create_task(run_master(config, view, on_ready=ready), name="gpurt-master")]

@@ -14,6 +14,7 @@ from gpurt.errors import GPUError
 if TYPE_CHECKING:
     from gpurt.cluster.bus import EventEngine
     from gpurt.cluster.master import Master, MasterConfig
+    from gpurt.cluster.security.identity import Identity
     from gpurt.cluster.view import MasterView
 
 CONNECT_S: Final = 5.0
@@ -44,12 +45,7 @@ def observer_config(args: argparse.Namespace, cluster: str | None) -> MasterConf
     from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
     identity = protected.identity_of(args)
-    if identity is not None and identity.role not in _MAY_WATCH:
-        # The hub would only let it see nothing, which looks like an empty cluster.
-        raise GPUError(
-            f"the certificate of {identity.name} is that of a {identity.role}, which may not watch a cluster",
-            hint="make one with gpurt cluster enrol NAME --role observer",
-        )
+    check_may_watch(identity)
     return MasterConfig(
         cluster=cluster or (identity.cluster if identity else "default"),
         endpoint=args.endpoint or (identity.endpoint if identity else DEFAULT_ENDPOINT),
@@ -57,6 +53,19 @@ def observer_config(args: argparse.Namespace, cluster: str | None) -> MasterConf
         tls=args.tls,
         insecure=args.insecure,
     )
+
+
+def check_may_watch(identity: Identity | None) -> None:
+    """
+    Raises:
+        GPUError: the certificate is of a role that may not watch.
+    """
+    if identity is not None and identity.role not in _MAY_WATCH:
+        # The hub would only let it see nothing, which looks like an empty cluster.
+        raise GPUError(
+            f"the certificate of {identity.name} is that of a {identity.role}, which may not watch a cluster",
+            hint="make one with gpurt cluster enrol NAME --role observer",
+        )
 
 
 @asynccontextmanager

@@ -155,7 +155,7 @@ def test_what_the_guide_says(
     out = capsys.readouterr().out
     hub = load_identity("gpurt-cluster/hub")
     assert (hub.endpoint, hub.listen_endpoint) == ("tls/gpu-1.example:7447", "tls/0.0.0.0:7447")
-    assert hub.roster == {"w1": "node"}
+    assert hub.roster == {"w1": "node", "m1": "master"}
     # The next steps that were printed are the guide's own.
     for words in (["master", "--tls", "gpurt-cluster/hub"], ["worker", "--tls", "w1"]):
         assert ["gpurt", *words] in COMMANDS
@@ -185,6 +185,11 @@ def test_what_the_guide_starts_is_understood(monkeypatch: pytest.MonkeyPatch, ma
         ("WorkerConfig", "tcp/127.0.0.1:7447", "w2"),
         ("MasterConfig", made.endpoint, None),
         ("WorkerConfig", made.endpoint, "w1"),
+        ("MasterConfig", "tcp/127.0.0.1:7447", None),
+        ("MasterConfig", "nats://127.0.0.1:4222", None),
+        ("WorkerConfig", "nats://127.0.0.1:4222", "w1"),
+        ("MasterConfig", "nats://gpu-1.example:4222", None),
+        ("WorkerConfig", "nats://gpu-1.example:4222", "w1"),
     ]
 
 
