@@ -458,3 +458,45 @@ class TestFuzz:
         with contextlib.suppress(InvalidPlacementInput):
             spec = spec_from_config({**base, **changes})
             assert spec.weight_bytes > 0
+
+
+class TestFiles:
+    """What is wrong with a file is told with its name; and its name is the model's."""
+
+    @staticmethod
+    def write(path: Path, **changes: Any) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(changed(LLAMA, **changes)))
+        return path
+
+    def test_a_missing_type(self, tmp_path: Path) -> None:
+        file = self.write(tmp_path / "config.json", model_type=...)
+        for source in (file, tmp_path):
+            with pytest.raises(InvalidPlacementInput) as caught:
+                spec_from_config(source)
+            assert str(caught.value).startswith(f'{file}: model_type: is missing: it tells the architecture, such as "')
+            assert "llama" in caught.value.message
+            assert (caught.value.field, caught.value.path) == ("model_type", str(file))
+
+    @pytest.mark.parametrize("changes", [{"hidden_size": -1}, {"torch_dtype": "x"}, {"quantization_config": {}}])
+    def test_a_wrong_field(self, tmp_path: Path, changes: dict[str, Any]) -> None:
+        file = self.write(tmp_path / "config.json", **changes)
+        with pytest.raises(InvalidPlacementInput) as caught:
+            spec_from_config(file)
+        assert caught.value.path == str(file)
+        with pytest.raises(InvalidPlacementInput) as caught:
+            spec_from_config(changed(LLAMA, **changes))
+        assert caught.value.path is None
+
+    @pytest.mark.parametrize("argument", ["quantisation", "dtype", "cache_dtype"])
+    def test_a_wrong_argument_is_not_the_file_s_fault(self, tmp_path: Path, argument: str) -> None:
+        file = self.write(tmp_path / "config.json")
+        with pytest.raises(InvalidPlacementInput) as caught:
+            spec_from_config(file, **{argument: "x"})  # type: ignore[arg-type]
+        assert (caught.value.field, caught.value.path) == (argument, None)
+
+    def test_names(self, tmp_path: Path) -> None:
+        assert spec_from_config(self.write(tmp_path / "tiny" / "config.json")).name == "tiny"
+        assert spec_from_config(tmp_path / "tiny").name == "tiny"
+        assert spec_from_config(self.write(tmp_path / "tiny" / "llama-3.1-8b.json")).name == "llama-3.1-8b"
+        assert spec_from_config(self.write(tmp_path / "a.json", _name_or_path="meta/llama")).name == "meta/llama"

@@ -389,3 +389,11 @@ class TestFuzz:
         for at in range(0, min(len(raw), 1200), 7):
             for value in (0, 255):
                 survives(raw[:at] + bytes([value]) + raw[at + 1 :], path)
+
+
+def test_another_file_is_told_without_python_s_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"PK\x03\x04" + bytes(60))
+    with pytest.raises(WeightsError) as caught:
+        spec_from_gguf(file)
+    assert str(caught.value) == f"{file}: it is no GGUF file: it begins with the bytes 50 4b 03 04, not with GGUF"

@@ -243,3 +243,24 @@ class TestWrong:
         (folder / "model.safetensors").unlink()
         with pytest.raises(WeightsError, match="cannot be read"):
             spec_from_safetensors(folder)
+
+
+def test_errors_name_the_file_that_is_wrong_and_the_file_names_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    write(file, llama())
+    with pytest.raises(InvalidPlacementInput, match="--config FILE") as caught:
+        spec_from_safetensors(file)
+    assert caught.value.path == str(file)
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    with pytest.raises(InvalidPlacementInput, match="model_type: is missing") as caught:
+        spec_from_safetensors(file)
+    assert caught.value.path == str(config)
+    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 7}))
+    with pytest.raises(InvalidPlacementInput, match=r"layers\.3: the files have no tensor") as caught:
+        spec_from_safetensors(file)
+    assert caught.value.path == str(file)
+    config.write_text(json.dumps(LLAMA))
+    assert spec_from_safetensors(file).name == "x"
+    file.rename(tmp_path / "model.safetensors")
+    assert spec_from_safetensors(tmp_path).name == tmp_path.name

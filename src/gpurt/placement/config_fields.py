@@ -20,20 +20,33 @@ LARGEST: Final = 1 << 31
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The configuration and what to call it: of a mapping, a file, or a folder with a ``config.json``. Blocks.
 
+    A file is called by its stem, and a ``config.json``, as all are called, by its folder.
+
     Raises:
         WeightsError: the file cannot be read, is too large, or is not a JSON object.
     """
     if isinstance(source, Mapping):
         return source, "config"
-    path = Path(source)
-    if path.is_dir():
-        path /= CONFIG_NAME
+    path = config_path(source)
     file = Source(path)
     try:
         document = file.document()
     finally:
         file.close()
-    return dict(members(document, str(path), "configuration")), path.resolve().parent.name or "model"
+    return dict(members(document, str(path), "configuration")), called(path, CONFIG_NAME)
+
+
+def config_path(source: str | os.PathLike[str]) -> Path:
+    """The file, or that of the folder."""
+    path = Path(source)
+    return path / CONFIG_NAME if path.is_dir() else path
+
+
+def called(path: Path, *usual: str) -> str:
+    """What a model is called by its file: the stem, or the folder where the file has one of the usual names."""
+    if path.name in usual:
+        return path.resolve().parent.name or "model"
+    return path.name.partition(".safetensors")[0].removesuffix(".json") or "model"
 
 
 class Fields:

@@ -24,10 +24,11 @@ def shape_of(config: Fields) -> ModelShape:
     text = config if inner is None else inner
     model_type = text.text("model_type") or outer_type
     name = SAME_AS.get(model_type or "", model_type or "")
+    known = ", ".join(sorted(FAMILIES))
+    if not name:
+        raise text.wrong("model_type", f'is missing: it tells the architecture, such as "llama"; known are {known}')
     if name not in FAMILIES:
-        raise text.wrong(
-            "model_type", f"{shown(model_type)} is not known here; known are {', '.join(sorted(FAMILIES))}"
-        )
+        raise text.wrong("model_type", f"{shown(model_type)} is not known here; known are {known}")
     family = FAMILIES[name]
     fields = text.with_usual(family.usual)
     tied = fields.flag("tie_word_embeddings", config.flag("tie_word_embeddings", family.tied))

@@ -13,9 +13,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpurt.errors import GPUError
+from gpurt.printable import shortened
 
 if TYPE_CHECKING:
     from gpurt.placement.infeasibility import InfeasibilityReport
@@ -30,16 +33,30 @@ class InvalidPlacementInput(PlacementError, ValueError):
 
     Attributes:
         field: dotted path of the field that is wrong (``"layers.3.weight_bytes"``).
+        path: the file that has it, or None.
     """
 
-    _extra = ("field",)
+    _extra = ("field", "path")
 
-    def __init__(self, message: str, *, field: str, **context: Any) -> None:
+    def __init__(self, message: str, *, field: str, path: str | None = None, **context: Any) -> None:
         super().__init__(message, **context)
         self.field = field
+        self.path = path
 
     def __str__(self) -> str:
-        return f"{self.field}: {super().__str__()}"
+        where = "" if self.path is None else f"{shortened(self.path)}: "
+        return f"{where}{self.field}: {super().__str__()}"
+
+
+@contextmanager
+def blamed_on(path: str | None) -> Iterator[None]:
+    """What is wrong with an input inside is wrong with that file, unless a file is named already or there is none."""
+    try:
+        yield
+    except InvalidPlacementInput as error:
+        if error.path is None:
+            error.path = path
+        raise
 
 
 class InfeasiblePlacement(PlacementError):

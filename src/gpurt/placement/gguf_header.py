@@ -87,7 +87,9 @@ def read_gguf_header(file: BinaryIO, path: str) -> GgufHeader:
     reader = _Reader(file, path)
     magic = reader.take(4, "magic number")
     if magic != MAGIC:
-        raise WeightsError(f"it does not begin with {MAGIC!r} but with {shown(magic)}", path=path)
+        raise WeightsError(
+            f"it is no GGUF file: it begins with the bytes {magic.hex(' ')}, not with {MAGIC.decode()}", path=path
+        )
     version = int.from_bytes(reader.take(4, "version"), "little")
     if version not in VERSIONS:
         turned = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -224,7 +226,9 @@ class _Reader:
         try:
             return data.decode()
         except UnicodeDecodeError as exc:
-            raise WeightsError(f"a name of {what} is not UTF-8: {shown(data)}", path=self.path) from exc
+            raise WeightsError(
+                f"a name of {what} is not UTF-8: {shown(data.decode(errors='backslashreplace'))}", path=self.path
+            ) from exc
 
     def value(self, kind: int, key: str) -> GgufValue:
         return self._array(key, 1) if kind == _ARRAY else self._scalar(kind, key)

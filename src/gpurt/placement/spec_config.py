@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpurt.placement.config_fields import Fields, read_config
+from gpurt.placement.config_fields import Fields, config_path, read_config
 from gpurt.placement.config_shape import shape_of
+from gpurt.placement.errors import blamed_on
 from gpurt.placement.model_shape import LayerShape, Matrix, ModelShape
 from gpurt.placement.number_formats import DTYPE_BYTES, EMBEDDING, HEAD, NumberFormat, known_dtype
 from gpurt.placement.quantised_config import configured_format, format_of, named_format
@@ -78,19 +79,27 @@ def spec_from_config(
             Its field is named.
         WeightsError: the file cannot be read, or is not a JSON object.
     """
+    # Arguments first: what is wrong with them is not the file's fault.
+    dtype = None if dtype is None else known_dtype(dtype, "dtype")
+    cache_dtype = None if cache_dtype is None else known_dtype(cache_dtype, "cache_dtype")
+    asked = None
+    if isinstance(quantisation, str):
+        asked = named_format(quantisation)
+    elif quantisation is not None:
+        asked = format_of(Fields(quantisation, "quantisation."))
     values, found = read_config(source)
     config = Fields(values)
-    shape = shape_of(config)
-    estimated = [*shape.assumed, WORKSPACE]
-    if quantisation is None:
-        stored = configured_format(config)
-    else:
-        estimated.append("layers.weight_bytes")
-        named = isinstance(quantisation, str)
-        stored = named_format(quantisation) if named else format_of(Fields(quantisation, "quantisation."))
-    numbers = numbers_of(shape, stored, dtype, cache_dtype, estimated)
-    label = name or config.text("_name_or_path") or found
-    return _spec(label, shape, numbers, tuple(estimated))
+    with blamed_on(None if isinstance(source, Mapping) else str(config_path(source))):
+        shape = shape_of(config)
+        estimated = [*shape.assumed, WORKSPACE]
+        if quantisation is None:
+            stored = configured_format(config)
+        else:
+            stored = asked
+            estimated.append("layers.weight_bytes")
+        numbers = numbers_of(shape, stored, dtype, cache_dtype, estimated)
+        label = name or config.text("_name_or_path") or found
+        return _spec(label, shape, numbers, tuple(estimated))
 
 
 def numbers_of(

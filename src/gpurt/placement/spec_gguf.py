@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from gpurt.placement.config_shape import MAX_LAYERS
+from gpurt.placement.errors import blamed_on
 from gpurt.placement.ggml_types import GGML_TYPES
 from gpurt.placement.gguf_header import GgufHeader, read_gguf_header
 from gpurt.placement.gguf_metadata import Metadata
@@ -63,14 +64,15 @@ def spec_from_gguf(
             architecture whose cache is not understood; the key is named.
     """
     first = Path(path)
-    headers = _headers(first)
-    metadata = Metadata(headers[0].metadata)
-    parts = _Parts()
-    for header in headers:
-        for tensor in header.tensors:
-            _sort(tensor, parts)
     cache_bytes = DTYPE_BYTES[known_dtype(cache_dtype, "cache_dtype")]
-    return _spec(name or metadata.title() or first.stem, metadata, parts, cache_dtype, cache_bytes)
+    with blamed_on(str(first)):
+        headers = _headers(first)
+        metadata = Metadata(headers[0].metadata)
+        parts = _Parts()
+        for header in headers:
+            for tensor in header.tensors:
+                _sort(tensor, parts)
+        return _spec(name or metadata.title() or first.stem, metadata, parts, cache_dtype, cache_bytes)
 
 
 def _headers(path: Path) -> list[GgufHeader]:

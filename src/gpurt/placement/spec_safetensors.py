@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpurt.placement.config_fields import CONFIG_NAME, Fields, read_config
+from gpurt.placement.config_fields import CONFIG_NAME, Fields, called, config_path, read_config
 from gpurt.placement.config_shape import shape_of
-from gpurt.placement.errors import InvalidPlacementInput
+from gpurt.placement.errors import InvalidPlacementInput, blamed_on
 from gpurt.placement.model_shape import ModelShape
+from gpurt.placement.number_formats import NumberFormat
 from gpurt.placement.quantised_config import configured_format
 from gpurt.placement.spec import LayerSpec, ModelSpec
 from gpurt.placement.spec_config import WORKSPACE, Numbers, numbers_of, workspace_bytes
@@ -22,6 +23,8 @@ from gpurt.weights.errors import shown
 from gpurt.weights.header import TensorInfo
 from gpurt.weights.sources import Sources
 
+_FILE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
 _IN_LAYER: Final = re.compile(r"(?:^|(?P<stem>.*?)\.)(?P<row>layers|h|blk|blocks)\.(?P<index>[0-9]{1,6})\.(?P<name>.+)")
 _EXPERT: Final = re.compile(r"(?:^|\.)experts\.")
 _EMBEDDING: Final = frozenset(
@@ -73,16 +76,26 @@ def spec_from_safetensors(
             understood, or contradicts the files.
     """
     files = _files(Path(path))
+    with blamed_on(str(files)):
+        return _read(files, config, cache_dtype, name)
+
+
+def _read(
+    files: Path, config: str | os.PathLike[str] | Mapping[str, Any] | None, cache_dtype: str | None, name: str | None
+) -> ModelSpec:
     beside = files.parent / CONFIG_NAME
     if config is None and not beside.is_file():
         raise InvalidPlacementInput(
-            f"there is none beside {files.name}, and it alone says what a token adds to the cache",
+            "there is none beside it, and it alone says what a token adds to the cache",
             field=CONFIG_NAME,
-            hint="give it as `config`",
+            hint="put it there, or name another: `config` here, --config FILE of gpurt place",
         )
-    values, found = read_config(beside if config is None else config)
+    source = beside if config is None else config
+    values, _ = read_config(source)
     fields = Fields(values)
-    shape = shape_of(fields)
+    with blamed_on(None if isinstance(source, Mapping) else str(config_path(source))):
+        shape = shape_of(fields)
+        stored = configured_format(fields)
     parts = _Parts()
     sources = Sources(files)
     try:
@@ -92,18 +105,16 @@ def spec_from_safetensors(
     finally:
         sources.close()
     _check_layers(parts, shape, fields)
-    label = (
-        name or fields.text("_name_or_path") or (found if config is None else files.parent.resolve().name) or "model"
-    )
-    return _spec(label, shape, parts, fields, cache_dtype)
+    label = name or fields.text("_name_or_path") or called(files, _FILE, _INDEX)
+    return _spec(label, shape, parts, stored, cache_dtype)
 
 
 def _files(path: Path) -> Path:
     """The index, or the one file."""
     if not path.is_dir():
         return path
-    index = path / "model.safetensors.index.json"
-    return index if index.is_file() else path / "model.safetensors"
+    index = path / _INDEX
+    return index if index.is_file() else path / _FILE
 
 
 def _sort(tensor: TensorInfo, parts: _Parts) -> None:
@@ -156,7 +167,9 @@ def _check_layers(parts: _Parts, shape: ModelShape, fields: Fields) -> None:
         )
 
 
-def _spec(label: str, shape: ModelShape, parts: _Parts, fields: Fields, cache_dtype: str | None) -> ModelSpec:
+def _spec(
+    label: str, shape: ModelShape, parts: _Parts, stored: NumberFormat | None, cache_dtype: str | None
+) -> ModelSpec:
     estimated = [*shape.assumed, WORKSPACE]
     if not parts.embedding.size_bytes:
         raise InvalidPlacementInput("the files have no embedding", field="embedding_bytes")
@@ -164,7 +177,6 @@ def _spec(label: str, shape: ModelShape, parts: _Parts, fields: Fields, cache_dt
         raise InvalidPlacementInput("the files have no head, and the configuration ties none", field="head_bytes")
     if parts.unknown:
         estimated.append("embedding_bytes")
-    stored = configured_format(fields)
     frequent = parts.dtypes.most_common(1)
     dtype = _DTYPES[frequent[0][0]] if shape.dtype is None and frequent else None
     numbers = numbers_of(shape, stored, dtype, cache_dtype, estimated)
