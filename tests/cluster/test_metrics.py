@@ -224,14 +224,18 @@ async def working(tmp_path: Path, bus: InProcessBus, **options: Any) -> AsyncIte
     config = WorkerConfig(
         node="n1", cluster="test", registry_path=tmp_path / "r.json", simulate="h100x2", telemetry_s=0.02
     )
-    session = worker_command._Session(config, check_bytes=None, as_json=True, **options)
+    asked: dict[str, Any] = {"check_bytes": None, "calibrate": False, "weights": None, "verify": True}
+    session = worker_command._Session(config, **asked, as_json=True, **options)
     served = asyncio.Event()
 
-    async def ready(worker: Any) -> None:
-        await session._ready(worker)
+    serve = session._serve
+
+    async def serving(*what: Any) -> None:
+        await serve(*what)
         served.set()
 
-    task = asyncio.create_task(run_worker(config, on_ready=ready, engine=InProcessEngine(bus)))
+    session._serve = serving  # type: ignore[method-assign]
+    task = asyncio.create_task(run_worker(config, on_ready=session._ready, engine=InProcessEngine(bus)))
     try:
         waiting = asyncio.ensure_future(served.wait())
         await asyncio.wait({task, waiting}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
