@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Final
 
 from gpurt.cluster.assignment import Assignment, Refusal, assignments_of, release_of
@@ -65,7 +66,8 @@ class PlacementCommitter:
         self._engine, self._view, self._answer_s = engine, view, answer_s
         self._decided: dict[str, _Decided] = {}
         self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._recheck: Callable[[Iterable[str]], None] | None = None
+        self._due: set[str] = set()
+        self._some_due = asyncio.Event()
 
     def committed(self, instance: str) -> PlanVersion | None:
         """The version that this master has decided on last."""
@@ -77,6 +79,7 @@ class PlacementCommitter:
 
         Nodes that hold parts of the instance and are not in the plan let go of them after it was decided. Cancelled
         before the decision, the offers that were made stay behind; they bind nobody to anything but to no earlier plan.
+        Cancelled after it, the plan holds all the same: ``run`` sends what has not been heard yet.
 
         Args:
             version: later than every one before of this instance (``latest_version(…).next(term=…)``); its term is
@@ -105,13 +108,18 @@ class PlacementCommitter:
             self._decided[name] = decided
         earlier: Iterable[str] = () if before is None else before.parts
         others = _holders(self._view.snapshot(), name, earlier) - parts.keys()
-        activated = await self._all({node: decided.part(node) for node in (*parts, *sorted(others))}, Step.ACTIVATE)
-        result = CommitResult(instance=name, version=version, status=CommitStatus.COMMITTED, answers=activated)
+        unheard: Iterable[str] = (*parts, *sorted(others))
+        try:
+            activated = await self._all({node: decided.part(node) for node in unheard}, Step.ACTIVATE)
+            result = CommitResult(instance=name, version=version, status=CommitStatus.COMMITTED, answers=activated)
+            unheard = result.unconfirmed
+        finally:
+            # It is decided, whatever becomes of the caller.
+            self._due.update(unheard)
+            self._some_due.set()
         _log.info("%s", result.message)
-        if result.superseded_by is not None:
+        if result.superseded_by is not None and self._decided.get(name) is decided:
             self.forget(name)
-        elif self._recheck is not None:
-            self._recheck(result.unconfirmed)
         return result
 
     def forget(self, instance: str) -> None:
@@ -128,22 +136,16 @@ class PlacementCommitter:
         changes = self._view.changes()
         try:
             async with asyncio.TaskGroup() as group:
-
-                def recheck(nodes: Iterable[str]) -> None:
-                    for node in nodes:
-                        self._check(group, node)
-
-                self._recheck = recheck
-                recheck(self._view.snapshot().nodes)
+                self._check(group, self._view.snapshot().nodes)
+                group.create_task(self._check_due(group), name="gpurt-cluster-assign-due")
                 async for change in changes:
                     if change.kind is ChangeKind.MISSED:
-                        recheck(self._view.snapshot().nodes)
+                        self._check(group, self._view.snapshot().nodes)
                     elif change.node is not None and change.kind in _NEWS:
-                        recheck((change.node,))
+                        self._check(group, (change.node,))
         except BaseExceptionGroup as failed:
             raise single(failed) from None
         finally:
-            self._recheck = None
             changes.close()
 
     # Inside
@@ -169,8 +171,16 @@ class PlacementCommitter:
             return NodeAnswer(failed=True, message=exc.message)
         return NodeAnswer(acknowledgement=acknowledgement, message=acknowledgement.message)
 
-    def _check(self, group: asyncio.TaskGroup, node: str) -> None:
-        for instance, decided in self._decided.items():
+    async def _check_due(self, group: asyncio.TaskGroup) -> None:
+        """Nodes that a commit has left without an answer; no news of them need come."""
+        while True:
+            await self._some_due.wait()
+            self._some_due.clear()
+            due, self._due = self._due, set()
+            self._check(group, due)
+
+    def _check(self, group: asyncio.TaskGroup, nodes: Iterable[str]) -> None:
+        for node, (instance, decided) in product(nodes, self._decided.items()):
             if (instance, node) not in self._sending and self._misses(node, instance, decided):
                 task = group.create_task(self._send_until_heard(node, instance), name=f"gpurt-cluster-assign-{node}")
                 self._sending[instance, node] = task
@@ -193,12 +203,13 @@ class PlacementCommitter:
         pause = AGAIN_FIRST_S
         while (decided := self._decided.get(instance)) is not None and self._misses(node, instance, decided):
             answer = await self._send(node, decided.part(node), Step.ACTIVATE)
+            if self._decided.get(instance) is not decided:
+                continue  # a later plan meanwhile
             if answer.accepted:
                 return
             if answer.refused:
                 _log.warning("node %s refuses plan %s of %s: %s", node, decided.version, instance, answer.message)
-                later = answer.reason in (Refusal.STALE_TERM, Refusal.STALE_VERSION)
-                if later and self._decided.get(instance) is decided:
+                if answer.reason in (Refusal.STALE_TERM, Refusal.STALE_VERSION):
                     self.forget(instance)
                 return
             await asyncio.sleep(pause)
