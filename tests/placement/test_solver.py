@@ -31,7 +31,7 @@ from gpurt.placement import (
     Workload,
     validate_plan,
 )
-from gpurt.placement.engine import Clock
+from gpurt.placement.clock import Clock
 from gpurt.placement.quiet_highs import quiet_highs
 from gpurt.placement.synthetic import model_for, synthetic_cluster
 

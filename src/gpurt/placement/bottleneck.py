@@ -12,7 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
+from gpurt.placement.clock import Clock
+from gpurt.placement.engine import Engine
+from gpurt.placement.incumbent import PROVEN_GAP, Found
 from gpurt.placement.instance import Bools, Floats, Instance
 from gpurt.placement.packing import capacities
 from gpurt.placement.proportional import proportional

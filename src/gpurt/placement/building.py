@@ -126,18 +126,27 @@ def _between(units: Sequence[Unit], members: tuple[tuple[int, ...], ...], links:
     for kind, group in enumerate(members):
         table[kind, kind] = seconds[group[0], group[1]] if len(group) > 1 else 0.0
     kinds = [sorted(set(unit.classes)) for unit in units]
-    if all(len(found) == 1 for found in kinds):
-        single = np.array([found[0] for found in kinds], dtype=np.intp)
-        return table[np.ix_(single, single)]
-    best = np.stack([table[found].min(axis=0) for found in kinds])
-    return np.stack([best[:, found].max(axis=1) for found in kinds], axis=1)
+    # Most units are of one class: they are looked up together, and mixed groups one by one.
+    first = np.array([found[0] for found in kinds], dtype=np.intp)
+    mixed = [(number, found) for number, found in enumerate(kinds) if len(found) > 1]
+    best = table[first]
+    for number, found in mixed:
+        best[number] = table[found].min(axis=0)
+    ways = best[:, first]
+    for number, found in mixed:
+        ways[:, number] = best[:, found].max(axis=1)
+    return ways
 
 
 def _clash(uses: Ints, available: Ints) -> Bools:
     """``[u, v]``: there are not enough devices for both."""
     clash = np.zeros((len(uses), len(uses)), dtype=np.bool_)
-    for kind in range(uses.shape[1]):
-        users = np.flatnonzero(uses[:, kind])
-        need = uses[users, kind]
-        clash[np.ix_(users, users)] |= need[:, None] + need[None, :] > available[kind]
+    unit, kind = np.nonzero(uses)
+    users = np.bincount(kind, minlength=uses.shape[1])
+    alone = users[kind] == 1
+    clash[unit[alone], unit[alone]] |= 2 * uses[unit, kind][alone] > available[kind[alone]]
+    for shared in np.flatnonzero(users > 1):
+        mine = unit[kind == shared]
+        need = uses[mine, shared]
+        clash[np.ix_(mine, mine)] |= need[:, None] + need[None, :] > available[shared]
     return clash

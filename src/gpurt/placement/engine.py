@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -14,17 +13,15 @@ from gpurt.placement.elimination import through_units, useful_arcs
 from gpurt.placement.exact_cpsat import PAIR_LIMIT, cpsat_available, solve_cpsat, stage_count
 from gpurt.placement.exact_highs import highs_available, linear_start, solve_highs
 from gpurt.placement.filling import Filling
-from gpurt.placement.instance import Bools, Floats, Instance
+from gpurt.placement.incumbent import PROVEN_GAP, Found, Incumbent
+from gpurt.placement.instance import Floats
 from gpurt.placement.packing import capacities, fullest, packed, rounded
 from gpurt.placement.paths import PathRelaxation
 from gpurt.placement.prices import improve
-from gpurt.placement.relaxation import Prices, Relaxation, Step, no_prices
+from gpurt.placement.relaxation import Prices, Step, no_prices
 from gpurt.placement.search import LocalSearch
-from gpurt.placement.valuation import keeps_rules, path_cost
 from gpurt.placement.visits import GROUP_STATES, remembering
 
-PROVEN_GAP: Final = 1e-4
-"""A plan within this share of its bound counts as optimal."""
 _WIDTHS: Final = (100, 1000, 8000)
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
@@ -39,98 +36,12 @@ _UNIT_LIMIT: Final = 600
 """Units up to which the integer programme is tried."""
 
 
-class Clock:
-    """How long there is, and whether anybody still wants the answer."""
-
-    def __init__(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
-        self.begin = monotonic()
-        # What is left over is for the plan itself, its check, and for engines that look at the clock only now and then.
-        self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.02, 0.2 * seconds))
-        self.cancelled = cancelled
-
-    @property
-    def left(self) -> float:
-        return self.deadline - monotonic()
-
-    @property
-    def spent(self) -> float:
-        return monotonic() - self.begin
-
-    def over(self) -> bool:
-        return monotonic() >= self.deadline or self.cancelled()
-
-    def slice(self, seconds: float) -> Callable[[], bool]:
-        """True once so many seconds are gone, or the whole time is."""
-        until = min(self.deadline, monotonic() + seconds)
-        return lambda: monotonic() >= until or self.cancelled()
-
-
-@dataclass(slots=True)
-class Found:
-    """``steps`` is None where no plan was found; ``bound`` infinite where there is none."""
-
-    value: float
-    steps: tuple[Step, ...] | None
-    bound: float
-    engines: tuple[str, ...]
-    proof: str | None
-
-    @property
-    def gap(self) -> float:
-        if self.steps is None:
-            return np.inf
-        return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
-
-
-class Engine:
+class Engine(Incumbent):
     """``target_gap``: stop as soon as the plan is proved to be that close to the best."""
-
-    def __init__(
-        self, instance: Instance, clock: Clock, *, seed: int, target_gap: float = PROVEN_GAP, floor: float = 0.0
-    ) -> None:
-        self.whole = instance
-        self.instance = instance
-        self.numbers = np.arange(instance.size)
-        self.clock = clock
-        self.seed = seed
-        self.target = target_gap
-        self.value = np.inf
-        self.steps: tuple[Step, ...] | None = None
-        """In the numbers of the present, reduced instance."""
-        self.bound = floor
-        self.engines: list[str] = []
-        self.proof: str | None = None
-        self.relaxation: Relaxation | None = None
-
-    @property
-    def limit(self) -> float:
-        """Only plans below this are of interest."""
-        return self.value * (1 - PROVEN_GAP / 2) if np.isfinite(self.value) else np.inf
-
-    def done(self) -> bool:
-        if self.clock.over():
-            return True
-        return self.steps is not None and self.value - self.bound <= self.target * self.value
-
-    def offer(self, steps: tuple[Step, ...] | None, engine: str) -> None:
-        if steps is None or not keeps_rules(self.instance, steps):
-            return
-        value = path_cost(self.instance, steps)
-        if value < self.value:
-            self.value, self.steps = value, steps
-            if engine not in self.engines:
-                self.engines.append(engine)
-
-    def raise_bound(self, bound: float, proof: str) -> None:
-        if bound > self.bound:
-            self.bound, self.proof = bound, proof
 
     def run(self) -> Found:
         self._solve()
-        steps = self.steps
-        if steps is not None:
-            steps = tuple(Step(int(self.numbers[step.unit]), step.start, step.end) for step in steps)
-        return Found(self.value, steps, min(self.bound, self.value), tuple(self.engines), self.proof)
+        return self.found()
 
     def _solve(self) -> None:
         instance, clock = self.instance, self.clock
@@ -152,7 +63,7 @@ class Engine:
             self._beam(16)
         search = LocalSearch(self.instance, self.seed, clock.slice(clock.left * 0.2))
         self._descend(search, rounds=0)
-        if self.steps is None or (held < _SCARCE * instance.layers and self._gap() > 0.02):
+        if self.steps is None or (held < _SCARCE * instance.layers and self.gap() > 0.02):
             order = packed(self.instance, search.filling) if self.instance.movable else None
             if order is not None:
                 units, _ = search.run(order, search.value(order), rounds=0)
@@ -192,11 +103,6 @@ class Engine:
         search = LocalSearch(self.instance, self.seed + 1, clock.over)
         self._descend(search, rounds=400)
 
-    def _gap(self) -> float:
-        if not np.isfinite(self.value):
-            return np.inf
-        return (self.value - self.bound) / self.value if self.value > 0 else 0.0
-
     def _held(self) -> float:
         """Layers that the devices hold at most; infinite where nobody knows."""
         if not self.instance.size:
@@ -218,7 +124,7 @@ class Engine:
         """Begin with the linear relaxation, which is soonest done where there are many units: prices, a plan, and fewer
         units. Whether all is done."""
         instance, clock = self.instance, self.clock
-        start = linear_start(instance, deadline=monotonic() + clock.left * 0.3, stop=clock.over)
+        start = linear_start(instance, deadline=monotonic() + clock.left * 0.5, stop=clock.over)
         if start is None:
             return False
         whole = instance.cost.whole
@@ -233,9 +139,10 @@ class Engine:
         if self.done():
             return True
         if self.steps is not None:
-            self._keep(np.minimum(start.through, whole) < self.limit)
+            self.keep(np.minimum(start.through, whole) < self.limit)
         prices = Prices(start.prices, no_prices(self.instance).home)
         self._relaxed(PathRelaxation(self.instance), prices)
+        self._reduce()
         self._beam(16)
         return self.done()
 
@@ -262,7 +169,7 @@ class Engine:
                 return True
             if rise > 0.2 * gap:
                 self._beam(24)
-            elif rise < 0.05 * gap and self._gap() > _HOPELESS:
+            elif rise < 0.05 * gap and self.gap() > _HOPELESS:
                 # What is missing is not a matter of going to and fro.
                 break
             elif rise < 0.1 * gap:
@@ -315,23 +222,7 @@ class Engine:
         relaxation = self.relaxation
         if relaxation is None or self.steps is None:
             return
-        self._keep(through_units(relaxation) < self.limit)
-
-    def _keep(self, keep: Bools) -> None:
-        """Leave out the other units: no plan below the limit uses them."""
-        steps, relaxation = self.steps, self.relaxation
-        assert steps is not None
-        keep[[step.unit for step in steps]] = True
-        chosen = np.flatnonzero(keep)
-        if len(chosen) == len(keep):
-            return
-        place = np.full(len(keep), -1)
-        place[chosen] = np.arange(len(chosen))
-        self.instance = self.instance.of(chosen)
-        self.numbers = self.numbers[chosen]
-        self.steps = tuple(Step(int(place[step.unit]), step.start, step.end) for step in steps)
-        if relaxation is not None:
-            self.relaxation = relaxation.of(chosen)
+        self.keep(through_units(relaxation) < self.limit)
 
     def _highs(self, seconds: float) -> None:
         relaxation = self.relaxation

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpurt.placement.building import build_instance
+from gpurt.placement.clock import Clock
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.counting import Bound, count_layers
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.engine import Clock, Engine
+from gpurt.placement.engine import Engine
 from gpurt.placement.field import Field, integers
 from gpurt.placement.grouping import filter_devices
 from gpurt.placement.holding import Holding, bytes_suffice, room_for_every_kind

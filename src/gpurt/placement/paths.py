@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpurt.placement.instance import Floats, Instance, Ints
 from gpurt.placement.relaxation import Prices, Relaxation, Step
@@ -46,6 +47,8 @@ class PathRelaxation:
         self._inner = np.ascontiguousarray(cost.inner.transpose(1, 2, 0)[:, :, visits.unit])
         """``[b, n, s]``"""
         self._nearest, self._nearest_to = self._from.min(axis=2), self._to.min(axis=2)
+        self._reach = instance.hop.min(axis=(0, 1))[visits.unit]
+        """``[s]``: the cheapest way to its unit."""
         self._narrow, self._wide = _split(self._inner)
         self._last = np.ascontiguousarray(cost.last.T[:, visits.unit])
         self._ways = instance.hop[:, visits.unit[visits.source], visits.unit[visits.target]]
@@ -67,17 +70,24 @@ class PathRelaxation:
             return state
         return np.minimum.reduceat(state[self._by_unit], self._unit_starts)
 
-    def _floor(self, prices: Prices, price: Floats, leave: Floats) -> Floats:
-        """``[e]``: what a path costs at least once ``e`` layers are done: every layer at the rate of the cheapest stage
-        per layer, and the cheapest end."""
+    def _floors(self, prices: Prices, price: Floats, leave: Floats) -> tuple[Floats, Floats]:
+        """What a path costs at least: ``[e]`` once ``e`` layers are done, every layer at the rate of the cheapest stage
+        per layer with the way to it, and the cheapest end; ``[s]`` how much more it is where s comes next, without the
+        way to s and its price."""
         number: Floats = np.arange(1, self.width + 1, dtype=np.float64)[:, None]
         inner: Floats = self._inner.min(axis=0)[1:] + price
-        rate = float(np.min(inner / number))
+        rate = float(np.min((inner + self._reach) / number))
         end: Floats = self._last[1:] + (price + leave)
         if not np.isfinite(rate):
             rate = 0.0
-        offset = float(np.min(end - rate * number))
-        return rate * np.arange(self.layers, -1, -1, dtype=np.float64) + offset
+        end = end - rate * number
+        offset = float(np.min(end + self._reach))
+        floor = rate * np.arange(self.layers, -1, -1, dtype=np.float64) + offset
+        if not np.isfinite(offset):
+            return floor, np.zeros_like(price)
+        inner = inner - rate * number
+        more: Floats = np.minimum(inner.min(axis=0), end.min(axis=0) - offset)
+        return floor, more - price
 
     def _extend(self, block: Floats, enter: Floats, start: int) -> None:
         """``block[n - 1]``: the least of what is there and of a stage of ``n`` layers."""
@@ -100,7 +110,7 @@ class PathRelaxation:
         leave = self._leave(prices)[0][visits.unit]
         done = np.full((layers + 1, visits.size), np.inf)
         entry = np.full((layers + 1, visits.size), np.inf)
-        floor = self._floor(prices, price, leave)
+        floor, more = self._floors(prices, price, leave)
         top = min(width, layers - 1)
         begin = unit_price + np.where(np.isfinite(instance.back).any(axis=0), prices.home, np.inf)
         done[1 : top + 1, visits.alone] = (instance.cost.first[:, 1 : top + 1] + begin[:, None]).T
@@ -112,13 +122,15 @@ class PathRelaxation:
                 continue
             kind = instance.boundary[start]
             enter = entry[start]
-            enter[visits.alone] = _cheapest(self._from[kind], self._nearest[kind], lead)
+            most = ceiling - floor[start] - more - price
+            alone = visits.alone
+            enter[alone] = _cheapest(self._from[kind], self._nearest[kind], self._nearest_to[kind], lead, most[alone])
             if len(self._target):
                 ways = state[visits.source] + self._ways[kind]
                 near = np.minimum.reduceat(ways, self._target_starts)
                 enter[self._target] = np.minimum(enter[self._target], near)
+            enter[enter >= most] = np.inf
             enter += price
-            enter[enter - price + floor[start] >= ceiling] = np.inf
             reach = min(width, layers - 1 - start)
             if reach > 0:
                 self._extend(done[start + 1 : start + reach + 1], enter, start)
@@ -128,7 +140,7 @@ class PathRelaxation:
         done[layers, visits.alone] = np.minimum(done[layers, visits.alone], instance.cost.whole + unit_price)
         return done, entry
 
-    def backward(self, prices: Prices, ceiling: float, entry: Floats) -> tuple[Floats, Floats]:
+    def backward(self, prices: Prices, ceiling: float, done: Floats, entry: Floats) -> tuple[Floats, Floats]:
         """``[e, s]`` and ``[b, s]``, infinite where a path through is not below the ceiling."""
         instance, layers, width, visits = self.instance, self.layers, self.width, self.visits
         price = (self.uses @ prices.use)[visits.unit]
@@ -153,7 +165,8 @@ class PathRelaxation:
             take += price
             take[entry[start] + take - price >= ceiling] = np.inf
             kind = instance.boundary[start]
-            after = _cheapest(self._to[kind], self._nearest_to[kind], take[visits.alone])
+            most = ceiling - self._units(done[start])
+            after = _cheapest(self._to[kind], self._nearest_to[kind], self._nearest[kind], take[visits.alone], most)
             rest[start] = after[visits.unit]
             if len(self._source):
                 ways = (take[visits.target] + self._ways[kind])[self._by_source]
@@ -231,29 +244,45 @@ class PathRelaxation:
             done = entry = np.full((self.layers + 1, 0), np.inf)
             value = np.inf
         path, home = self.trace(done, entry, prices) if value < np.inf else ((), -1)
-        backward, onward = self.backward(prices, ceiling, entry) if tables and value < np.inf else (done, done)
+        backward, onward = self.backward(prices, ceiling, done, entry) if tables and value < np.inf else (done, done)
         value = min(value, ceiling)
         return Relaxation(
             value, value - refund, refund, path, home, done, backward, onward, unit_price, prices, self.visits
         )
 
 
-def _cheapest(table: Floats, least: Floats, lead: Floats) -> Floats:
-    """``min over i of lead[i] + table[i, :]``; ``least`` is the least of each row of the table."""
-    few = min(_FIRST, len(lead))
-    first = np.argpartition(lead, few - 1)[:few]
-    best = (table[first] + lead[first][:, None]).min(axis=0)
+def _cheapest(table: Floats, least: Floats, least_to: Floats, lead: Floats, most: Floats) -> Floats:
+    """``min over i of lead[i] + table[i, :]``, infinite where that is not below ``most``.
+
+    ``least`` and ``least_to`` are the least of each row and each column of the table.
+    """
+    found = np.full(len(least_to), np.inf)
+    wanted = np.flatnonzero(lead.min() + least_to < most)
+    if not len(wanted):
+        return found
+    few = 2 * len(wanted) < len(found)
+    best = most[wanted] if few else most.copy()
+
+    def look(rows: NDArray[np.intp]) -> None:
+        part = table[np.ix_(rows, wanted)] if few else table[rows]
+        np.minimum(best, (part + lead[rows][:, None]).min(axis=0), out=best)
+
+    first = min(_FIRST, len(lead))
+    look(np.argpartition(lead, first - 1)[:first])
     # Rows that begin so late that they cannot be the cheapest anywhere are left out.
-    live = np.flatnonzero(lead + least < best.max())
+    latest = best.max() if few else best[wanted].max()
+    live = np.flatnonzero(lead + least < latest)
     for begin in range(0, len(live), _BLOCK):
-        mine = live[begin : begin + _BLOCK]
-        np.minimum(best, (table[mine] + lead[mine][:, None]).min(axis=0), out=best)
-    return best
+        look(live[begin : begin + _BLOCK])
+    below = best < (most[wanted] if few else most)
+    found[wanted if few else slice(None)] = np.where(below, best, np.inf)
+    return found
 
 
 def _split(inner: Floats) -> tuple[int, Ints]:
     """A number of layers that holds most states, and the states that hold more."""
-    most = np.where(np.isfinite(inner).any(axis=0), np.arange(inner.shape[1])[:, None], 0).max(axis=0, initial=0)
+    number = np.arange(inner.shape[1], dtype=np.int64)[:, None]
+    most: Ints = np.max(np.where(np.any(np.isfinite(inner), axis=0), number, 0), axis=0, initial=0)
     width = inner.shape[1] - 1
     # A layer of the few costs several times as much as one of all, since they do not lie together.
     cost = [len(most) * narrow + 6 * int((most - narrow).clip(0).sum()) for narrow in range(width + 1)]

@@ -12,10 +12,11 @@ from itertools import product
 from typing import Final
 
 from gpurt.placement.aside import aside
+from gpurt.placement.clock import Clock
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.engine import PROVEN_GAP, Clock
 from gpurt.placement.errors import InfeasiblePlacement, PlacementCancelled, PlacementTimeout
+from gpurt.placement.incumbent import PROVEN_GAP
 from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.plan import Plan
 from gpurt.placement.replicated import ReplicatedPlan, alone, replicated_value, validate_replicas

@@ -12,9 +12,9 @@ from pydantic import Field
 from gpurt.placement.assembly import assemble, objective_value
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.engine import PROVEN_GAP
 from gpurt.placement.holdings import Holdings, Movement
 from gpurt.placement.hysteresis import RepairPolicy
+from gpurt.placement.incumbent import PROVEN_GAP
 from gpurt.placement.instance import Instance
 from gpurt.placement.paths import Step
 from gpurt.placement.plan import Plan, Stage

@@ -12,12 +12,14 @@ from gpurt.placement.aside import aside
 from gpurt.placement.assembly import assemble
 from gpurt.placement.bottleneck import least_bottleneck, least_sum
 from gpurt.placement.building import build_instance
+from gpurt.placement.clock import Clock
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.diagnosis import counted_out, refusal
-from gpurt.placement.engine import PROVEN_GAP, Clock, Engine, Found
+from gpurt.placement.engine import Engine
 from gpurt.placement.errors import InvalidPlacementInput, PlacementCancelled, PlacementTimeout
 from gpurt.placement.feasibility import Feasibility, Problem
+from gpurt.placement.incumbent import PROVEN_GAP, Found
 from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.instance import Instance
 from gpurt.placement.plan import Plan

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil, inf, isclose, log2
+from math import inf, isclose
 from typing import NoReturn
 
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.plan import Plan, Stage
-from gpurt.placement.spec import LayerSpec, ModelSpec
-from gpurt.placement.topology import LinkMatrix, Topology
+from gpurt.placement.recounting import Recount
+from gpurt.placement.spec import ModelSpec
+from gpurt.placement.topology import Topology
 
 _SAME = 1e-6
 """Relative difference up to which two times are the same: sums are made in another order."""
@@ -47,8 +48,8 @@ class _Validator:
         self.plan = plan
         self.rules = constraints
         used = [self.by_id[name] for name in plan.devices if name in self.by_id]
-        self.place = {device.id: index for index, device in enumerate(used)}
-        self.links: LinkMatrix = topology.dense(used)
+        place = {device.id: index for index, device in enumerate(used)}
+        self.count = Recount(model, self.by_id, topology.dense(used), place, constraints)
 
     def run(self) -> None:
         self._form()
@@ -190,7 +191,7 @@ class _Validator:
 
     def _times(self) -> None:
         plan = self.plan
-        seconds = [self._stage_seconds(stage) for stage in plan.stages]
+        seconds = [self.count.stage_seconds(stage) for stage in plan.stages]
         for number, (stage, real) in enumerate(zip(plan.stages, seconds, strict=True)):
             if not _close(stage.seconds, real):
                 _broken("time", f"stages.{number}", f"{stage.seconds} s are told, {real} s it takes")
@@ -205,7 +206,7 @@ class _Validator:
             payload = self.rules.workload.batch * (
                 4 if last else self.model.layers[plan.stages[number].end - 1].activation_bytes_per_token
             )
-            real = self._hop_seconds(plan.stages[hop.source], plan.stages[hop.target], payload)
+            real = self.count.hop_seconds(plan.stages[hop.source], plan.stages[hop.target], payload)
             if real == inf:
                 _broken("link", f"hops.{number}", "there is no way")
             limit = self.rules.max_link_seconds
@@ -228,72 +229,11 @@ class _Validator:
             ObjectiveKind.THROUGHPUT: bottleneck,
             ObjectiveKind.BALANCED: latency + bottleneck,
         }[plan.objective]
-        value += self.rules.movement_seconds_per_byte * sum(self._moved(stage) for stage in plan.stages)
+        value += self.rules.movement_seconds_per_byte * sum(self.count.moved(stage) for stage in plan.stages)
         if not _close(plan.value, value):
             _broken("objective", "value", f"it is {value}, not {plan.value}")
         if plan.bound is not None and plan.bound > plan.value * (1 + _SAME):
             _broken("objective", "bound", f"{plan.bound} is above the plan's own value {plan.value}")
-
-    def _moved(self, stage: Stage) -> float:
-        total = 0.0
-        for name in stage.devices:
-            there: set[int] = set()
-            for piece in self.by_id[name].resident:
-                if piece.model == self.model.name:
-                    there.update(range(piece.start, piece.end))
-            missing = (index for index in range(stage.start, stage.end) if index not in there)
-            total += sum(self.model.layers[index].weight_bytes for index in missing) / len(stage.devices)
-        return total
-
-    def _stage_seconds(self, stage: Stage) -> float:
-        model, work = self.model, self.rules.workload
-        group = [self.by_id[name] for name in stage.devices]
-        size = len(group)
-        total = 0.0
-        for layer in model.layers[stage.start : stage.end]:
-            total += max(self._layer_seconds(layer, device) / size for device in group)
-            total += max(device.launch_seconds for device in group)
-            if size > 1:
-                total += 2 * self._sum_seconds(stage, layer.activation_bytes_per_token * work.batch)
-        if stage.end == model.layer_count:
-            total += max(
-                max(model.head_bytes / device.memory_bandwidth,
-                    model.head_flops_per_token * work.batch / device.compute_flops) / size
-                for device in group
-            )  # fmt: skip
-        return total
-
-    def _layer_seconds(self, layer: LayerSpec, device: PlacementDevice) -> float:
-        work = self.rules.workload
-        read = layer.weight_bytes
-        if layer.read_bytes_per_token is not None and layer.read_bytes_per_token * work.batch < read:
-            read = layer.read_bytes_per_token * work.batch
-        tokens = work.context_tokens
-        if layer.kv_tokens_max is not None and layer.kv_tokens_max < tokens:
-            tokens = layer.kv_tokens_max
-        cache = work.batch * (tokens * layer.kv_bytes_per_token + layer.state_bytes)
-        arithmetic = layer.flops_per_token * work.batch / device.compute_flops
-        return max(read / device.memory_bandwidth, arithmetic) + cache / device.memory_bandwidth
-
-    def _sum_seconds(self, stage: Stage, payload: int) -> float:
-        latency, slowest, size = 0.0, inf, len(stage.devices)
-        for one in stage.devices:
-            for other in stage.devices:
-                if one != other:
-                    latency = max(latency, float(self.links.latency[self.place[one], self.place[other]]))
-                    slowest = min(slowest, float(self.links.bandwidth[self.place[one], self.place[other]]))
-        return ceil(log2(size)) * latency + 2 * (size - 1) / size * payload / slowest
-
-    def _hop_seconds(self, source: Stage, target: Stage, payload: int) -> float:
-        slowest = 0.0
-        for receiver in target.devices:
-            best = inf
-            for sender in source.devices:
-                row, column = self.place[sender], self.place[receiver]
-                latency = float(self.links.latency[row, column])
-                best = min(best, latency + payload / float(self.links.bandwidth[row, column]))
-            slowest = max(slowest, best)
-        return slowest
 
 
 def ceil_div(value: int, share: int) -> int:

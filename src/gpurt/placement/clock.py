@@ -1,0 +1,32 @@
+"""The time a search has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+
+class Clock:
+    """How long there is, and whether anybody still wants the answer."""
+
+    def __init__(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self.begin = monotonic()
+        # What is left over is for the plan itself, its check, and for engines that look at the clock only now and then.
+        self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.02, 0.2 * seconds))
+        self.cancelled = cancelled
+
+    @property
+    def left(self) -> float:
+        return self.deadline - monotonic()
+
+    @property
+    def spent(self) -> float:
+        return monotonic() - self.begin
+
+    def over(self) -> bool:
+        return monotonic() >= self.deadline or self.cancelled()
+
+    def slice(self, seconds: float) -> Callable[[], bool]:
+        """True once so many seconds are gone, or the whole time is."""
+        until = min(self.deadline, monotonic() + seconds)
+        return lambda: monotonic() >= until or self.cancelled()
