@@ -122,7 +122,7 @@ class PathRelaxation:
                 continue
             kind = instance.boundary[start]
             enter = entry[start]
-            most = ceiling - floor[start] - more - price
+            most = _room(ceiling, floor[start] + more + price)
             alone = visits.alone
             enter[alone] = _cheapest(self._from[kind], self._nearest[kind], self._nearest_to[kind], lead, most[alone])
             if len(self._target):
@@ -165,7 +165,7 @@ class PathRelaxation:
             take += price
             take[entry[start] + take - price >= ceiling] = np.inf
             kind = instance.boundary[start]
-            most = ceiling - self._units(done[start])
+            most = _room(ceiling, self._units(done[start]))
             after = _cheapest(self._to[kind], self._nearest_to[kind], self._nearest[kind], take[visits.alone], most)
             rest[start] = after[visits.unit]
             if len(self._source):
@@ -249,6 +249,11 @@ class PathRelaxation:
         return Relaxation(
             value, value - refund, refund, path, home, done, backward, onward, unit_price, prices, self.visits
         )
+
+
+def _room(ceiling: float, cost: Floats) -> Floats:
+    """What may come on top of a cost."""
+    return ceiling - cost if ceiling < np.inf else np.full_like(cost, np.inf)
 
 
 def _cheapest(table: Floats, least: Floats, least_to: Floats, lead: Floats, most: Floats) -> Floats:
