@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from cluster_programs import AT_ONCE, CLUSTER, devices_of, event_of, host
+from cluster_programs import AT_ONCE, CLUSTER, event_of, host
 from cluster_running import MIB, Figure, Process, healthy, new_endpoint, observing, started, until
 from gpurt.benchmarks.clocks import summary
 from gpurt.cluster.bus import EventReceived
@@ -37,6 +37,7 @@ from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
 from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.state import NodeSnapshot, encode_snapshot
 from gpurt.cluster.view import MasterView
+from gpurt.testing.simulated_nodes import simulated_result
 
 HOSTS = 4
 """Processes that share the simulated nodes."""
@@ -110,7 +111,7 @@ async def _filled(size: int, events: int) -> _Cluster:
         engine = InProcessEngine(bus)
         await engine.start()
         state = NodeSnapshot(
-            node=name, epoch=str(EPOCH), seq=0, host=host(number), gpu_devices=devices_of(name, 8).devices
+            node=name, epoch=str(EPOCH), seq=0, host=host(number), gpu_devices=simulated_result(name, 8).devices
         )
         await engine.join(name, encode_snapshot(state))
     watcher = InProcessEngine(bus)
@@ -128,7 +129,7 @@ async def _one_turn(cluster: _Cluster, turn: int, events: int) -> float:
     """µs of processor for each of about ``events`` events, which come from all nodes in turn."""
     bus, view, _, names = cluster
     each = events // len(names)
-    found = {name: devices_of(name, 8) for name in names}
+    found = {name: simulated_result(name, 8) for name in names}
     items = [
         EventReceived(name, event_of(name, EPOCH, turn * each + at + 1, found[name], size_bytes=1024))
         for at in range(each)

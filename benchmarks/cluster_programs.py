@@ -25,10 +25,8 @@ from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import HostInfo, summarize_devices
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.zenoh_engine import ZenohEngine
-from gpurt.discovery.result import DiscoveryResult, summarize
-from gpurt.testing.profiles import parse_simulation
-from gpurt.testing.simulated import SimulatedDriver
-from gpurt.types import BackendReport
+from gpurt.discovery.result import DiscoveryResult
+from gpurt.testing.simulated_nodes import simulated_result
 
 CLUSTER = "bench"
 AT_ONCE = 4096
@@ -39,16 +37,6 @@ logging.getLogger("gpurt").setLevel(logging.ERROR)  # a thousand nodes that say 
 def say(**what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
-
-
-def devices_of(node: str, count: int = 8) -> DiscoveryResult:
-    """``count`` simulated devices with identities of their own, as a discovery finds them."""
-    driver = SimulatedDriver(parse_simulation(f"h100x{count}"), seed=node)
-    try:
-        found = driver.open()
-    finally:
-        driver.close()
-    return summarize(found, [BackendReport(name="simulated", status="ok")])
 
 
 def event_of(
@@ -87,7 +75,7 @@ def event_of(
 
 async def publish(endpoint: str, node: str, rate: str, count: str) -> None:
     """``count`` events of 1 KB with the moment of their sending; ``rate`` a second, or 0: as fast as they go."""
-    found = devices_of(node)
+    found = simulated_result(node, 8)
     engine = ZenohEngine(cluster=CLUSTER, endpoint=endpoint)
     await engine.start()
     epoch = Epoch.new(1)
@@ -121,7 +109,7 @@ async def nodes(endpoint: str, first: str, count: str, devices: str) -> None:
 
     async def start(number: int, engine: ZenohEngine) -> None:
         name = f"n{number}"
-        found = await asyncio.to_thread(devices_of, name, int(devices))
+        found = await asyncio.to_thread(simulated_result, name, int(devices))
         async with at_once:
             await engine.start()
             await NodePublisher(engine, name, host=host(number), epoch=Epoch.new(1)).start(found)
@@ -134,7 +122,7 @@ async def nodes(endpoint: str, first: str, count: str, devices: str) -> None:
 def forked(endpoint: str, count: str, devices: str) -> None:
     """``count`` nodes in a process each, forked from this one before it has a thread: says their process ids, and what
     the bus and the node added to the memory of each."""
-    made = [(f"p{number}", devices_of(f"p{number}", int(devices))) for number in range(int(count))]
+    made = [(f"p{number}", simulated_result(f"p{number}", int(devices))) for number in range(int(count))]
     gc.collect()
     gc.freeze()
     pids: list[int] = []
@@ -171,7 +159,7 @@ async def _one(endpoint: str, name: str, number: int, found: DiscoveryResult, to
 
 async def single(endpoint: str, devices: str) -> None:
     """One node: says what it takes, and what of that the bus and the node added."""
-    found = devices_of("single", int(devices))
+    found = simulated_result("single", int(devices))
     before = psutil.Process().memory_full_info().uss
     engine = ZenohEngine(cluster=CLUSTER, endpoint=endpoint)
     await engine.start()

@@ -5,72 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator
 
 from gpurt.cluster.endpoints import engine_at
-from gpurt.cluster.envelope import Envelope
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.publisher import NodePublisher
-from gpurt.cluster.state import NodeSnapshot
-from gpurt.cluster.view import MasterView
 from gpurt.discovery.events import DeviceEvent, EventType
 from gpurt.discovery.registry import RegistryFile
-from gpurt.types import GPUDevice
+from gpurt.testing.judged_view import JudgedView, digest
 from tests.cluster.support import HOST_A, device, result
 
 DEVICES = 4
-
-
-class JudgedView(MasterView):
-    """Counts what must not happen: an event that does not follow on what the view holds of its node, and a snapshot
-    that takes it back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.faults: Counter[str] = Counter()
-        self.applied = 0
-        self.contained = 0
-        """Events that came with a snapshot instead of one by one."""
-
-    def apply_event(self, event: Envelope) -> bool:
-        record = self.node(event.nodeid)
-        if record is not None:
-            epoch, seq = event.position
-            if str(epoch) != record.epoch:
-                self.faults["of another run"] += 1
-            elif seq <= record.seq:
-                self.faults["twice"] += 1
-            elif seq > record.seq + 1:
-                self.faults["lost"] += seq - record.seq - 1
-        self.applied += 1
-        return super().apply_event(event)
-
-    def apply_snapshot(self, snapshot: NodeSnapshot, *, sole: bool = False) -> bool:
-        record = self.node(snapshot.node)
-        if record is not None and record.epoch == snapshot.epoch:
-            if snapshot.seq < record.seq:
-                self.faults["taken back"] += 1
-            self.contained += max(0, snapshot.seq - record.seq)
-        return super().apply_snapshot(snapshot, sole=sole)
-
-    def picture(self) -> dict[str, list[Any]]:
-        return {
-            name: [record.state, record.epoch, record.seq, digest(record.gpu_devices)]
-            for name, record in self.snapshot().nodes.items()
-        }
-
-
-def digest(devices: Iterable[GPUDevice]) -> str:
-    """Of all that is said of these devices."""
-    said = sorted(device.model_dump_json() for device in devices)
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
 
 async def worker(endpoint: str, name: str, registry: str, rate: str, count: str) -> None:

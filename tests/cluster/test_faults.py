@@ -25,7 +25,7 @@ from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_settings import ZenohSettings
-from tests.cluster.fault_programs import JudgedView
+from gpurt.testing.judged_view import JudgedView
 from tests.cluster.nats_server import NatsServer
 from tests.cluster.support import Child, device, event_bytes, free_port, snapshot, until
 from tests.support.stalling_proxy import StallingProxy

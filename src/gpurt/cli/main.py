@@ -36,6 +36,7 @@ COMMANDS: Final = {
     "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),
     "place": ("gpurt.cli.place", "place a model on the devices of a cluster: which layers where, how fast, and why"),
     "demo": ("gpurt.cli.demo", "a model placed on three workers of this machine, loaded, and repaired after a crash"),
+    "simulate": ("gpurt.cli.simulate", "a cluster of simulated nodes with faults, and whether its master is right"),
     "calibrate": ("gpurt.cli.calibrate", "measure what the devices do, for placement, and keep it"),
     "load": ("gpurt.cli.load", "load weights from safetensors files to a device, and say how fast"),
     "bench": ("gpurt.cli.bench", "measure gpurt on this machine against bare libraries and hardware limits"),
