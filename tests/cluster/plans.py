@@ -61,7 +61,7 @@ class Loader:
         self.cancelled: list[Assignment] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.running = 0
 
     async def load(self, assignment: Assignment) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from gpurt.cluster.committer import PlacementCommitter
 from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.shards import ShardState
 from tests.cluster.conftest import InProcess
 from tests.cluster.plans import plan
+from tests.cluster.support import until
 from tests.cluster.test_assignments import BOTH, Cluster, v
 
 pytestmark = pytest.mark.wide
@@ -70,3 +72,15 @@ async def test_a_commit_that_is_cancelled_after_its_decision_holds_everywhere(
     held.go.set()
     assert cluster.committer.committed("llama") == v(1)
     await cluster.loaded("n2", v(1))
+
+
+async def test_a_load_that_something_inside_it_cancelled_has_failed(cluster: Cluster) -> None:
+    """Nobody has called the plan off: it does not stay loading for ever, and may be asked for again."""
+    one = await cluster.node("n1")
+    one.loader.error = asyncio.CancelledError()
+    assert (await cluster.committer.commit(plan(BOTH[0]), v(1))).committed
+    await until(lambda: cluster.shard("n1") and cluster.shard("n1").state is ShardState.FAILED, "the failure")
+    assert cluster.shard("n1").message == "CancelledError"
+    one.loader.error = None
+    assert (await cluster.committer.commit(plan(BOTH[0]), v(1))).committed
+    await cluster.loaded("n1", v(1))

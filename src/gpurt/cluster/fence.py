@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from gpurt.cluster.errors import StaleTerm
@@ -18,9 +19,9 @@ from gpurt.errors import GPUError
 from gpurt.offload import off_loop
 from gpurt.placement.version import PlanVersion
 
-REMEMBERED: Final = 4 * MAX_INSTANCES
-"""Instances whose latest version is kept, also of those that are gone. Of an earlier term none needs to be: the term
-itself fences it off."""
+REMEMBERED: Final = 32
+"""Instances that the node holds nothing of, and whose latest versions are kept all the same: one that was let go of, or
+was only offered. A command for it that comes late would have to be overtaken by plans of as many others."""
 
 _log = logging.getLogger("gpurt.cluster.fence")
 
@@ -63,43 +64,71 @@ class Fence:
         Raises:
             StaleTerm: it is of an earlier term itself.
         """
-        async with self._lock:
-            self._check(term)
-            if term == self.term:
-                return False
-            await self._keep(self._promises.model_copy(update={"term": term}))
-            return True
 
-    async def promise(self, instance: str, version: PlanVersion, digest: str, *, activated: bool = False) -> None:
-        """Agree to a plan, or to follow it now. The caller has compared it with ``promised``.
+        def change(promises: Promises) -> Promises:
+            self._check(term)
+            return promises if term == promises.term else promises.model_copy(update={"term": term})
+
+        return await self._change(change)
+
+    async def promise(
+        self, instance: str, version: PlanVersion, digest: str, *, activated: bool = False, empty: bool = False
+    ) -> None:
+        """Agree to a plan, or to follow it now. The caller has compared it with ``promised``. Cancelled, it counts as
+        promised all the same.
+
+        Args:
+            empty: the plan leaves the node with nothing of the instance.
 
         Raises:
             StaleTerm: a later master has spoken meanwhile.
         """
-        async with self._lock:
+
+        def change(promises: Promises) -> Promises:
             self._check(version.term)
-            this, before = Promised(version=version, digest=digest), self.promised(instance)
+            this = Promised(version=version, digest=digest, empty=empty)
+            before = promises.instances.get(instance)
             promised = InstancePromises(
                 offered=this if before is None or before.offered.version < version else before.offered,
                 activated=this if activated else before and before.activated,
             )
             if promised == before:
-                return
-            instances = {**self._promises.instances, instance: promised}
-            if len(instances) > REMEMBERED:
-                instances = {name: p for name, p in instances.items() if p.offered.version.term == version.term}
-            await self._keep(self._promises.model_copy(update={"instances": instances}))
+                return promises
+            others = {name: each for name, each in promises.instances.items() if name != instance}
+            return promises.model_copy(update={"instances": _bounded({**others, instance: promised})})
+
+        await self._change(change)
 
     async def set_draining(self, draining: bool) -> None:
-        async with self._lock:
-            if draining != self.draining:
-                await self._keep(self._promises.model_copy(update={"draining": draining}))
+        await self._change(
+            lambda promises: (
+                promises if draining == promises.draining else promises.model_copy(update={"draining": draining})
+            )
+        )
 
     def _check(self, term: int) -> None:
         if term < self.term:
             raise StaleTerm(
                 f"command of term {term} refused: a master of term {self.term} has spoken", latest=self.term
             )
+
+    async def _change(self, change: Callable[[Promises], Promises]) -> bool:
+        """Whether there is anything to keep. The lock is held until the write has ended, also when the caller is
+        cancelled before: a later one must not be overwritten by it. What is being written is followed already."""
+        await self._lock.acquire()
+        try:
+            promises = change(self._promises)
+        except StaleTerm:
+            self._lock.release()
+            raise
+        if promises is self._promises:
+            self._lock.release()
+            return False
+        self._promises = promises
+        writing = asyncio.create_task(self._keep(promises), name="gpurt-cluster-promise")
+        writing.add_done_callback(lambda _: self._lock.release())
+        await asyncio.shield(writing)
+        return True
 
     async def _keep(self, promises: Promises) -> None:
         file = self._file
@@ -109,4 +138,11 @@ class Fence:
             except (OSError, GPUError) as exc:
                 # The node goes on: refusing every master until somebody frees the disk would be worse.
                 _log.warning("what was promised to a master is forgotten at the next start of this node: %s", exc)
-        self._promises = promises
+
+
+def _bounded(instances: Mapping[str, InstancePromises]) -> dict[str, InstancePromises]:
+    """Without those that were promised longest ago, first those of which the node holds nothing."""
+    holding = [name for name, each in instances.items() if each.holding]
+    idle = [name for name, each in instances.items() if not each.holding]
+    kept = {*holding[-MAX_INSTANCES:], *idle[-REMEMBERED:]}
+    return {name: each for name, each in instances.items() if name in kept}

@@ -155,8 +155,7 @@ class NodeAssignments:
             if promised.offered.version == assignment.version:
                 self._compare(assignment, promised.offered)
         await self._take_on(assignment)
-        digest = assignment.digest
-        await self._fence.promise(assignment.instance, assignment.version, digest, activated=True)
+        await self._promise(assignment, activated=True)
         await self._activate(assignment)
 
     def _compare(self, assignment: Assignment, promised: Promised) -> None:
@@ -172,10 +171,14 @@ class NodeAssignments:
         if held is not None and assignment in (held.active, held.offered):
             return
         self._check(assignment, held)
-        await self._fence.promise(assignment.instance, assignment.version, assignment.digest)
+        await self._promise(assignment)
         held = self._instances.setdefault(assignment.instance, _Instance())
         if held.offered is None or held.offered.version < assignment.version:
             held.offered = assignment
+
+    async def _promise(self, assignment: Assignment, *, activated: bool = False) -> None:
+        empty, digest = not assignment.stages, assignment.digest
+        await self._fence.promise(assignment.instance, assignment.version, digest, activated=activated, empty=empty)
 
     def _check(self, assignment: Assignment, held: _Instance | None) -> None:
         if not assignment.stages:
@@ -255,7 +258,11 @@ class NodeAssignments:
                     await self._loader.load(assignment)
                 elif assignment.stages:
                     raise ClusterError("nobody loads models on this node any more")
-            except Exception as exc:
+            except (Exception, asyncio.CancelledError) as exc:
+                task = asyncio.current_task()
+                if isinstance(exc, asyncio.CancelledError) and (task is None or task.cancelling()):
+                    raise
+                # Else something inside the loader was cancelled, and nobody has called the plan off.
                 _log.warning("plan %s of %s has failed: %r", assignment.version, assignment.instance, exc)
                 outcome = ShardState.FAILED, (str(exc) or type(exc).__name__)[:MAX_MESSAGE], ()
             else:

@@ -6,7 +6,6 @@ left, nor an earlier plan than the one it has agreed to.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,8 @@ class Promised(BaseModel):
     version: PlanVersion
     digest: str
     """Of the node's part: one version is of one plan only."""
+    empty: bool = False
+    """It leaves the node with nothing of the instance."""
 
 
 class InstancePromises(BaseModel):
@@ -39,6 +40,11 @@ class InstancePromises(BaseModel):
     activated: Promised | None = None
     """The latest that was followed: no earlier one may be activated."""
 
+    @property
+    def holding(self) -> bool:
+        """The plan that is followed gives the node something to hold."""
+        return self.activated is not None and not self.activated.empty
+
 
 class Promises(BaseModel):
     """To the masters of one cluster."""
@@ -49,6 +55,7 @@ class Promises(BaseModel):
     draining: bool = False
     """Nothing new may be placed here until a master or the operator says otherwise, also after a restart."""
     instances: Mapping[str, InstancePromises] = Field(default_factory=dict[str, InstancePromises])
+    """The latest promise last."""
 
 
 class PromiseDocument(BaseModel):
@@ -93,4 +100,4 @@ class PromiseFile(JsonFile[PromiseDocument]):
             raise CorruptRegistry(str(exc)) from exc
 
     def _dump(self, value: PromiseDocument) -> bytes:
-        return json.dumps(value.model_dump(mode="json", by_alias=True), allow_nan=False).encode()
+        return value.model_dump_json(by_alias=True, exclude_none=True).encode()
