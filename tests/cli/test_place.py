@@ -214,7 +214,16 @@ def test_every_kind_of_model(tmp_path: Path) -> None:
             place_inputs.read_model(str(tmp_path / name), dtype="float16")
 
 
-@pytest.mark.parametrize(("text", "said"), [("[1]", "no JSON object"), ("{", "is not JSON"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "no JSON object"),
+        ("{", "is not JSON"),
+        (None, "cannot be read"),
+        ('{"layers":' + "[" * 200_000, "too deep"),
+    ],
+    ids=["list", "cut", "none", "deep"],
+)
 def test_files_that_are_none(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "x.json"
     if text is not None:
@@ -230,6 +239,28 @@ def test_a_wrong_inventory_names_its_field(tmp_path: Path) -> None:
     with pytest.raises(InvalidPlacementInput) as caught:
         place_inputs.read_inventory(str(file))
     assert caught.value.field == "devices.0.usable_bytes"
+
+
+def test_numbers_of_hundreds_of_digits_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = {"id": "n/a", "node": "n", "usable_bytes": 10**9, "memory_bandwidth": 1e9, "compute_flops": 1e9}
+    files = {
+        "model": {"name": "m", "layers": [{"weight_bytes": 10**400}]},
+        "good": {"name": "m", "layers": [{"weight_bytes": 10}]},
+        "cluster": {"devices": [{**device, "usable_bytes": 10**400}]},
+        "there": {"devices": [device]},
+    }
+    for name, document in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    for model, cluster, more in (
+        ("model", "there", ()),
+        ("good", "cluster", ()),
+        ("good", "there", ("--batch", "9" * 400)),
+        ("good", "there", ("--context", "9" * 400)),
+        ("good", "there", ("--max-stages", "9" * 400)),
+    ):
+        given = ["place", str(tmp_path / f"{model}.json"), "--cluster", str(tmp_path / f"{cluster}.json"), *more]
+        assert main(given) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_an_inventory_survives_its_file() -> None:

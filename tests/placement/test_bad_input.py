@@ -16,6 +16,7 @@ from gpurt.placement import (
     DomainLimit,
     InfeasiblePlacement,
     InvalidPlacementInput,
+    InvalidPlan,
     LayerSpec,
     Link,
     LinkClass,
@@ -27,8 +28,14 @@ from gpurt.placement import (
     StageLayers,
     Topology,
     Workload,
+    WorkloadRequest,
+    choose_device,
+    get_performance_estimate,
     solve_replicas,
+    validate_plan,
 )
+from gpurt.placement.building import build_instance
+from gpurt.placement.search import LocalSearch
 from gpurt.types import GPUDevice
 
 pytestmark = pytest.mark.wide
@@ -225,6 +232,8 @@ GPU = GPUDevice(
         ({"target_gap": "0.1"}, "target_gap", "0 or more"),
         ({"time_budget": NAN}, "time_budget", "positive"),
         ({"time_budget": "10"}, "time_budget", "positive"),
+        ({"time_budget": 10**400}, "time_budget", "positive"),
+        ({"target_gap": 10**400}, "target_gap", "0 or more"),
     ],
 )
 def test_arguments_of_another_kind(
@@ -242,3 +251,86 @@ def test_numbers_of_numpy_are_numbers() -> None:
         model, [device("a")], seed=np.int64(3), target_gap=np.float64(0.01), time_budget=np.float32(5)
     )
     assert plan.seed == 3
+
+
+@pytest.mark.parametrize("size", [1 << 54, 1 << 63, 10**400], ids=["2^54", "2^63", "10^400"])
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda size: device("a", size), "usable_bytes"),
+        (lambda size: device("a", max_allocation_bytes=size), "max_allocation_bytes"),
+        (lambda size: LayerSpec(weight_bytes=size), "weight_bytes"),
+        (lambda size: LayerSpec(weight_bytes=1, workspace_bytes_per_token=size), "workspace_bytes_per_token"),
+        (lambda size: model(embedding_bytes=size), "embedding_bytes"),
+        (lambda size: model(tensor_parallel=(1, size)), "tensor_parallel"),
+        (lambda size: Workload(context_tokens=size), "context_tokens"),
+        (lambda size: Workload(batch=size), "batch"),
+        (lambda size: Constraints(max_stages=size), "max_stages"),
+        (lambda size: Constraints(replicas=size), "replicas"),
+        (lambda size: DomainLimit(domain="node", stages=size), "stages"),
+        (lambda size: StageLayers(device="a", minimum=size), "minimum"),
+        (lambda size: WorkloadRequest(name="w", memory_bytes=size), "memory_bytes"),
+        (lambda size: get_performance_estimate(device("a"), m=size, n=1, k=1), "m"),
+    ],
+)  # fmt: skip
+def test_numbers_that_nothing_has_name_their_field(build: Callable[[int], object], size: int, field: str) -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        build(size)
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"devices": [device(f"d{index}", 1 << 53) for index in range(129)]}, "devices"),
+        ({"model": ModelSpec(name="m", layers=(LayerSpec(weight_bytes=1 << 53),) * 200)}, "model.layers"),
+        ({"model": model(kv_bytes_per_token=1 << 40),
+          "constraints": Constraints(workload=Workload(context_tokens=1 << 30))},
+         "constraints.workload.context_tokens"),
+        ({"model": model(workspace_bytes_per_token=1 << 40),
+          "constraints": Constraints(workload=Workload(prefill_tokens=1 << 30))},
+         "constraints.workload.prefill_tokens"),
+        ({"model": model(activation_bytes_per_token=1 << 40),
+          "constraints": Constraints(workload=Workload(batch=1 << 30))}, "constraints.workload.batch"),
+    ],
+)  # fmt: skip
+def test_more_together_than_can_be_counted(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidPlacementInput, match="are counted") as caught:
+        solve(**change)
+    assert caught.value.field == field
+
+
+def test_layers_that_no_model_has_cost_nothing() -> None:
+    claims = device("a", resident=(ResidentRange(model="m", start=2, end=1 << 70),))
+    plan = solve(devices=[claims], constraints=Constraints(movement_seconds_per_byte=1e-3))
+    assert plan.stages[0].held[0].moved == 200
+
+
+@pytest.mark.parametrize("amount", [10**400, NAN, -1, "1", None, True])
+def test_a_requirement_is_an_amount(amount: Any) -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        choose_device([device("a")], amount)
+    assert caught.value.field == "memory_requirement_gb"
+
+
+def test_a_device_with_nothing_left_takes_no_part_even_for_layers_that_take_nothing() -> None:
+    nothing = ModelSpec.uniform("m", layers=2, size_bytes=0)
+    with pytest.raises(InfeasiblePlacement):
+        solve(model=nothing, devices=[device("a", 100, reserve_bytes=100)])
+    devices = [device("a", 100), device("b", 100)]
+    plan = solve(model=nothing, devices=devices)
+    full = [each.model_copy(update={"reserve_bytes": 100}) for each in devices]
+    with pytest.raises(InvalidPlan, match="takes no part") as caught:
+        validate_plan(nothing, full, Topology(), None, plan)
+    assert caught.value.rule == "memory"
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_search_among_links_that_do_not_exist_is_silent() -> None:
+    devices = [device(name, 400) for name in "abcd"]
+    apart = Topology(cut=frozenset({("n-a", "n-b"), ("n-b", "n-c"), ("n-c", "n-a"), ("n-d", "n-a")}))
+    instance = build_instance(model(), devices, apart, Constraints())
+    for order in ((0, 1, 2), (1, 2, 3), (3, 0, 1), (2, 0, 3)):
+        search = LocalSearch(instance, 0, lambda: False)
+        search.run(order, search.value(order), rounds=3)

@@ -166,6 +166,8 @@ def _document(place: Path) -> dict[str, Any]:
         document = json.loads(place.read_bytes())
     except ValueError as exc:
         raise GPUError(f"{quoted(str(place))} is not JSON: {exc}") from exc
+    except RecursionError as exc:
+        raise GPUError(f"{quoted(str(place))} has lists or objects in each other, too deep to be read") from exc
     if not isinstance(document, dict):
         raise GPUError(f"{quoted(str(place))} has no JSON object")
     return cast("dict[str, Any]", document)

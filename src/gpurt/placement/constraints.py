@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import MOST_COUNT, PlacementRecord
 
 
 class ObjectiveKind(StrEnum):
@@ -23,19 +23,19 @@ class ObjectiveKind(StrEnum):
 class Workload(PlacementRecord):
     """What is run: it decides cache, activations and time."""
 
-    context_tokens: int = Field(default=0, ge=0)
+    context_tokens: int = Field(default=0, ge=0, le=MOST_COUNT)
     """Tokens of a sequence that the cache has to hold; 0: no cache is counted."""
-    batch: int = Field(default=1, ge=1)
+    batch: int = Field(default=1, ge=1, le=MOST_COUNT)
     """Sequences at once."""
-    prefill_tokens: int = Field(default=1, ge=1)
+    prefill_tokens: int = Field(default=1, ge=1, le=MOST_COUNT)
     """Tokens of a sequence processed at once at most: sizes the workspace."""
 
 
 class Pin(PlacementRecord):
     """Layers ``start`` to ``end`` (exclusive) lie on one of these devices or nodes."""
 
-    start: int = Field(ge=0)
-    end: int = Field(ge=1)
+    start: int = Field(ge=0, le=MOST_COUNT)
+    end: int = Field(ge=1, le=MOST_COUNT)
     devices: frozenset[str] = frozenset()
     nodes: frozenset[str] = frozenset()
 
@@ -52,15 +52,15 @@ class StageLayers(PlacementRecord):
     """A device that is used holds between ``minimum`` and ``maximum`` layers."""
 
     device: str
-    minimum: int = Field(default=1, ge=1)
-    maximum: int | None = Field(default=None, ge=1)
+    minimum: int = Field(default=1, ge=1, le=MOST_COUNT)
+    maximum: int | None = Field(default=None, ge=1, le=MOST_COUNT)
 
 
 class DomainLimit(PlacementRecord):
     """At most ``stages`` stages in any failure domain of one kind (``node``, ``zone`` or a label)."""
 
     domain: str = Field(min_length=1)
-    stages: int = Field(ge=1)
+    stages: int = Field(ge=1, le=MOST_COUNT)
 
 
 class Constraints(PlacementRecord):
@@ -75,19 +75,19 @@ class Constraints(PlacementRecord):
     """Each holds at least one stage."""
     stage_layers: tuple[StageLayers, ...] = ()
     """One entry a device at most."""
-    min_stages: int = Field(default=1, ge=1)
-    max_stages: int | None = Field(default=None, ge=1)
-    min_nodes: int = Field(default=1, ge=1)
-    max_nodes: int | None = Field(default=None, ge=1)
+    min_stages: int = Field(default=1, ge=1, le=MOST_COUNT)
+    max_stages: int | None = Field(default=None, ge=1, le=MOST_COUNT)
+    min_nodes: int = Field(default=1, ge=1, le=MOST_COUNT)
+    max_nodes: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     domain_limits: tuple[DomainLimit, ...] = ()
     """Anti-affinity."""
     max_link_seconds: float | None = Field(default=None, gt=0)
     """No hand-over between stages takes longer than this: latency + bytes / bandwidth."""
-    tensor_parallel_max: int | None = Field(default=None, ge=1)
+    tensor_parallel_max: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     """1: no tensor parallelism."""
     same_backend: bool = False
     """All stages use one backend."""
-    replicas: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=1, le=MOST_COUNT)
     """Whole pipelines on disjoint devices. Every rule holds in each of them; what is required is used by one of them.
     More than one: :func:`gpurt.placement.solve_replicas`."""
     replica_domain: str | None = Field(default=None, min_length=1)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.peak_rates import vendor_peak_flops
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import MOST_BYTES, PlacementRecord
 from gpurt.types import DeviceKind, DeviceSpeeds, DeviceState, GPUDevice
 
 BANDWIDTH_EFFICIENCY: Final = 0.7
@@ -67,11 +67,11 @@ class PlacementDevice(PlacementRecord):
     vendor: str = "unknown"
     name: str = ""
     kind: DeviceKind = DeviceKind.GPU
-    usable_bytes: int = Field(ge=0)
+    usable_bytes: int = Field(ge=0, le=MOST_BYTES)
     """What may be allocated, before reserve and overhead."""
-    reserve_bytes: int = Field(default=0, ge=0)
+    reserve_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Left free."""
-    overhead_bytes: int = Field(default=0, ge=0)
+    overhead_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """What the backend's runtime takes for itself: context, kernels."""
     memory_bandwidth: float = Field(gt=0)
     """Bytes/s while weights are read."""
@@ -86,7 +86,7 @@ class PlacementDevice(PlacementRecord):
     dtypes: frozenset[str] | None = None
     """Data types it computes in; None: not known, not checked."""
     unsupported_operations: frozenset[str] = frozenset()
-    max_allocation_bytes: int | None = Field(default=None, ge=0)
+    max_allocation_bytes: int | None = Field(default=None, ge=0, le=MOST_BYTES)
     """Largest single allocation; None: no limit known."""
     memory_pool_id: str | None = None
     """Devices of one node with equal ids share their memory: at most one of them is used."""
@@ -96,7 +96,8 @@ class PlacementDevice(PlacementRecord):
 
     @property
     def budget_bytes(self) -> int:
-        """What weights, cache and activations may take together."""
+        """What weights, cache and activations may take together. Where that is nothing, the device takes no part in
+        any plan, even for layers that take nothing."""
         return max(0, self.usable_bytes - self.reserve_bytes - self.overhead_bytes)
 
     def domain(self, kind: str) -> str | None:

@@ -11,8 +11,10 @@ from typing import Any, cast
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
+from gpurt.placement.record import MOST_TOGETHER
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology, check_names
+from gpurt.printable import shortened
 
 
 def check_types(model: Any, devices: Any, topology: Any, constraints: Any) -> None:
@@ -41,20 +43,28 @@ def check_types(model: Any, devices: Any, topology: Any, constraints: Any) -> No
             raise InvalidPlacementInput(f"it must be a {kind.__name__}, not {type(value).__name__}", field=field)
 
 
+def is_amount(value: Any) -> bool:
+    """A number from 0 that floating point can hold; true and false are none."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and 0 <= float(value) < math.inf
+    except OverflowError:
+        return False
+
+
 def check_search(time_budget: Any, target_gap: Any, seed: Any) -> None:
     """Raise :class:`InvalidPlacementInput` for what no search can be told."""
-    if isinstance(time_budget, bool) or not isinstance(time_budget, Real) or not time_budget > 0:
-        raise InvalidPlacementInput(f"it must be positive, in seconds, and is {time_budget!r}", field="time_budget")
-    if isinstance(target_gap, bool) or not isinstance(target_gap, Real) or not 0 <= target_gap < math.inf:
-        raise InvalidPlacementInput(f"it must be 0 or more, and is {target_gap!r}", field="target_gap")
+    if not (time_budget == math.inf or (is_amount(time_budget) and time_budget > 0)):
+        raise InvalidPlacementInput(
+            f"it must be positive, in seconds, and is {shortened(repr(time_budget))}", field="time_budget"
+        )
+    if not is_amount(target_gap):
+        raise InvalidPlacementInput(f"it must be 0 or more, and is {shortened(repr(target_gap))}", field="target_gap")
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise InvalidPlacementInput(f"it must be an integer from 0, and is {seed!r}", field="seed")
 
 
-def check_inputs(
-    model: ModelSpec, devices: Sequence[PlacementDevice], topology: Topology, constraints: Constraints
-) -> None:
-    """Raise :class:`InvalidPlacementInput` for names that nobody has and for rules that contradict each other."""
+def check_devices(devices: Sequence[PlacementDevice], topology: Topology) -> None:
+    """Raise :class:`InvalidPlacementInput` where there are none, or names of devices and links do not agree."""
     if not devices:
         raise InvalidPlacementInput("there is no device", field="devices")
     for name, times in Counter(device.id for device in devices).items():
@@ -66,6 +76,15 @@ def check_inputs(
     if both - {device.id for device in devices if device.id == device.node}:
         raise InvalidPlacementInput(f"{sorted(both)[0]!r} is a device of another node", field="devices")
     check_names(topology, devices)
+
+
+def check_inputs(
+    model: ModelSpec, devices: Sequence[PlacementDevice], topology: Topology, constraints: Constraints
+) -> None:
+    """Raise :class:`InvalidPlacementInput` for names that nobody has and for rules that contradict each other."""
+    check_devices(devices, topology)
+    ids = {device.id for device in devices}
+    nodes = {device.node for device in devices}
     for field, names, known in (
         ("exclude_devices", constraints.exclude_devices, ids),
         ("require_devices", constraints.require_devices, ids),
@@ -93,6 +112,31 @@ def check_inputs(
         if entry.maximum is not None and entry.maximum < entry.minimum:
             raise InvalidPlacementInput("maximum is below minimum", field="constraints.stage_layers")
     _check_pins(model, devices, constraints)
+    _check_sizes(model, devices, constraints)
+
+
+def _check_sizes(model: ModelSpec, devices: Sequence[PlacementDevice], constraints: Constraints) -> None:
+    """Sums and products of what is allowed one by one: the search counts bytes in 64 bits."""
+    work = constraints.workload
+    room = sum(device.usable_bytes + device.reserve_bytes + device.overhead_bytes for device in devices)
+    if room > MOST_TOGETHER:
+        raise InvalidPlacementInput(
+            f"they have {room:,} bytes together, and at most {MOST_TOGETHER:,} are counted", field="devices"
+        )
+    cache = work.batch * sum(layer.kv_bytes(work.context_tokens) for layer in model.layers)
+    scratch = work.batch * work.prefill_tokens * max(layer.workspace_bytes_per_token for layer in model.layers)
+    passed = work.batch * max(layer.activation_bytes_per_token for layer in model.layers)
+    weights = model.weight_bytes
+    for field, size in (
+        ("constraints.workload.prefill_tokens", scratch),
+        ("constraints.workload.context_tokens", cache),
+        ("constraints.workload.batch", passed),
+        ("model.layers", weights + cache + scratch),
+    ):
+        if size > MOST_TOGETHER:
+            raise InvalidPlacementInput(
+                f"the model takes {size:,} bytes with it, and at most {MOST_TOGETHER:,} are counted", field=field
+            )
 
 
 def _check_pins(model: ModelSpec, devices: Sequence[PlacementDevice], constraints: Constraints) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from gpurt.placement.constraints import ObjectiveKind, Workload
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import MOST_COUNT, MOST_TOGETHER, PlacementRecord
 
 
 class PlanStatus(StrEnum):
@@ -23,14 +23,14 @@ class DeviceBytes(PlacementRecord):
     """What one device holds under a plan."""
 
     device: str
-    weights: int = Field(ge=0)
+    weights: int = Field(ge=0, le=MOST_TOGETHER)
     """Layers, embedding and head."""
-    kv: int = Field(ge=0)
-    activations: int = Field(ge=0)
-    reserve: int = Field(ge=0)
+    kv: int = Field(ge=0, le=MOST_TOGETHER)
+    activations: int = Field(ge=0, le=MOST_TOGETHER)
+    reserve: int = Field(ge=0, le=MOST_TOGETHER)
     """Left free, and the runtime's own."""
-    usable: int = Field(ge=0)
-    moved: int = Field(default=0, ge=0)
+    usable: int = Field(ge=0, le=MOST_TOGETHER)
+    moved: int = Field(default=0, ge=0, le=MOST_TOGETHER)
     """Of ``weights``, what has to be loaded because it is not there yet."""
 
     @property
@@ -45,8 +45,8 @@ class Stage(PlacementRecord):
     """More than one: a tensor-parallel group, each with an equal share of every layer."""
     node: str
     backend: str
-    start: int = Field(ge=0)
-    end: int = Field(ge=1)
+    start: int = Field(ge=0, le=MOST_COUNT)
+    end: int = Field(ge=1, le=MOST_COUNT)
     memory_seconds: float = Field(ge=0)
     """Per token: reading weights and cache, where that is what it waits for."""
     compute_seconds: float = Field(ge=0)
@@ -73,10 +73,10 @@ class Stage(PlacementRecord):
 class Hop(PlacementRecord):
     """The way from one stage to the next; the last one is back to the first stage."""
 
-    source: int = Field(ge=0)
-    target: int = Field(ge=0)
+    source: int = Field(ge=0, le=MOST_COUNT)
+    target: int = Field(ge=0, le=MOST_COUNT)
     """Positions in ``stages``."""
-    payload_bytes: int = Field(ge=0)
+    payload_bytes: int = Field(ge=0, le=MOST_TOGETHER)
     seconds: float = Field(ge=0)
     estimated: bool
 
@@ -99,7 +99,7 @@ class Plan(PlacementRecord):
     """A whole placement. ``model_dump_json`` and ``model_validate_json`` are its JSON."""
 
     model: str
-    layer_count: int = Field(ge=1)
+    layer_count: int = Field(ge=1, le=MOST_COUNT)
     workload: Workload
     stages: tuple[Stage, ...] = Field(min_length=1)
     hops: tuple[Hop, ...]

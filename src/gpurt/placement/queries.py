@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from math import isfinite
 from typing import Final, NamedTuple, TypedDict
 
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
+from gpurt.placement.inputs import is_amount
 from gpurt.placement.number_formats import known_dtype
+from gpurt.printable import shortened
 from gpurt.types import DeviceKind
 
 GB: Final = 1e9
@@ -244,10 +245,10 @@ def _wanted(
     policy: Policy | str,
     accept_estimates: bool,
 ) -> _Wanted:
-    tflops = compute_requirement_tflops or 0.0
+    tflops = 0.0 if compute_requirement_tflops is None else compute_requirement_tflops
     for field, value in (("memory_requirement_gb", memory_requirement_gb), ("compute_requirement_tflops", tflops)):
-        if not isfinite(value) or value < 0:
-            raise InvalidPlacementInput(f"{value!r} is no amount", field=field)
+        if not is_amount(value):
+            raise InvalidPlacementInput(f"{shortened(repr(value))} is no amount", field=field)
     try:
         policy = Policy(policy)
     except ValueError:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpurt.placement.errors import InvalidPlacementInput
+
+MOST_BYTES: Final = 1 << 53
+"""Largest size of one thing: 8 PiB, up to which floating point tells every byte from the next."""
+MOST_TOGETHER: Final = 1 << 60
+"""Largest sum of sizes: sums of several such still fit into 64 bits."""
+MOST_COUNT: Final = (1 << 31) - 1
+"""Of tokens, sequences, stages, nodes."""
 
 
 def invalid_input(kind: str, error: ValidationError) -> InvalidPlacementInput:

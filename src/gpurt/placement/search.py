@@ -110,7 +110,7 @@ class LocalSearch:
             plans = plans[self.random.choice(len(plans), _MANY, replace=False)]
         now = float(self._links(units[None, :])[0])
         orders = units[plans]
-        gain = self._links(orders) - now
+        gain = _less(self._links(orders), now)
         gain[gain >= -1e-15] = np.inf
         return gain, lambda place: tuple(orders[place].tolist())
 
@@ -150,7 +150,7 @@ class LocalSearch:
             leave[-1] = back[:, units[0]]
             gain = arrive + leave
             own = gain[np.arange(count), units]
-            gain = gain - own[:, None]
+            gain = _less(gain, own[:, None])
         gain[-1] += extra - extra[units[-1]]
         worth, present = self._marginal(units)
         gain = gain + worth[None, :] - present[:, None]
@@ -174,10 +174,11 @@ class LocalSearch:
         hop, back, extra = self.hop, self.back, self.extra
         gain = np.empty((count + 1, size))
         old = back[units[-1], units[0]] if count > 1 else 0.0
-        gain[0] = back[units[-1]] + hop[:, units[0]] - old
-        gain[count] = hop[units[-1]] + back[:, units[0]] - old + extra - extra[units[-1]]
+        gain[0] = _less(back[units[-1]] + hop[:, units[0]], old)
+        gain[count] = _less(hop[units[-1]] + back[:, units[0]], old) + extra - extra[units[-1]]
         for place in range(1, count):
-            gain[place] = hop[units[place - 1]] + hop[:, units[place]] - hop[units[place - 1], units[place]]
+            before, after = units[place - 1], units[place]
+            gain[place] = _less(hop[before] + hop[:, after], hop[before, after])
         gain += self._marginal(units)[0][None, :]
         gain[:, ~fits] = np.inf
 
@@ -198,7 +199,8 @@ class LocalSearch:
             arrive = hop[before, units[place]] if place else back[before, units[place]]
             leave = hop[units[place], after] if place < count - 1 else back[units[place], after]
             direct = hop[before, after] if 0 < place < count - 1 else back[before, after]
-            gain[place] += (0.0 if count == 2 else direct) - arrive - leave
+            way = 0.0 if count == 2 else float(direct)
+            gain[place] += way - (arrive + leave) if np.isfinite(way) else np.inf
         return gain, lambda place: tuple(np.delete(units, place).tolist())
 
     def _regroup(self, units: tuple[int, ...], value: float) -> tuple[tuple[int, ...], float] | None:
@@ -265,6 +267,11 @@ class LocalSearch:
         if len(fits):
             order[place] = int(self.random.choice(fits))
         return tuple(order.tolist())
+
+
+def _less(new: Floats, old: Floats | float) -> Floats:
+    """``new - old``; infinite where there is no new way, whatever there was before."""
+    return np.subtract(new, old, out=np.full(np.shape(new), np.inf), where=np.isfinite(new))
 
 
 _PLANS: dict[int, np.ndarray] = {}

@@ -13,29 +13,29 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import MOST_BYTES, MOST_COUNT, MOST_TOGETHER, PlacementRecord
 
 
 class LayerSpec(PlacementRecord):
     """One layer. Per token means per token of one sequence."""
 
-    weight_bytes: int = Field(ge=0)
+    weight_bytes: int = Field(ge=0, le=MOST_BYTES)
     """Bytes held for the weights, quantisation scales and tables included."""
-    read_bytes_per_token: int | None = Field(default=None, ge=0)
+    read_bytes_per_token: int | None = Field(default=None, ge=0, le=MOST_BYTES)
     """Weight bytes read to process one token; None: all of them. Smaller for a mixture of experts."""
-    kv_bytes_per_token: int = Field(default=0, ge=0)
+    kv_bytes_per_token: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Cache bytes that one token of one sequence occupies; 0 for a layer without attention."""
-    kv_tokens_max: int | None = Field(default=None, ge=1)
+    kv_tokens_max: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     """The cache keeps at most so many tokens of a sequence (sliding window); None: all of them."""
-    state_bytes: int = Field(default=0, ge=0)
+    state_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Bytes kept per sequence whatever its length (recurrent state)."""
     flops_per_token: float = Field(default=0.0, ge=0)
     """2 x the parameters that one token passes."""
-    activation_bytes_per_token: int = Field(default=0, ge=0)
+    activation_bytes_per_token: int = Field(default=0, ge=0, le=MOST_BYTES)
     """What this layer hands to the next one, per token."""
-    workspace_bytes_per_token: int = Field(default=0, ge=0)
+    workspace_bytes_per_token: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Greatest scratch memory while this layer runs, per token processed at once."""
-    largest_tensor_bytes: int | None = Field(default=None, ge=0)
+    largest_tensor_bytes: int | None = Field(default=None, ge=0, le=MOST_BYTES)
     """Largest single allocation that this layer needs; None: not known, not checked."""
     dtype: str | None = None
     """Data type that the device must be able to compute in; None: the model's."""
@@ -54,17 +54,17 @@ class ModelSpec(PlacementRecord):
     name: str = Field(min_length=1)
     architecture: str | None = None
     layers: tuple[LayerSpec, ...] = Field(min_length=1, max_length=4096)
-    embedding_bytes: int = Field(default=0, ge=0)
+    embedding_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Held by the first stage."""
-    head_bytes: int = Field(default=0, ge=0)
+    head_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Held by the last stage: output projection and last norm."""
-    tied_bytes: int = Field(default=0, ge=0)
+    tied_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Bytes that embedding and head share: counted once where first and last stage are one; 0 where not tied."""
     head_flops_per_token: float = Field(default=0.0, ge=0)
-    hidden_size: int | None = Field(default=None, ge=1)
-    attention_heads: int | None = Field(default=None, ge=1)
-    kv_heads: int | None = Field(default=None, ge=1)
-    vocabulary_size: int | None = Field(default=None, ge=1)
+    hidden_size: int | None = Field(default=None, ge=1, le=MOST_COUNT)
+    attention_heads: int | None = Field(default=None, ge=1, le=MOST_COUNT)
+    kv_heads: int | None = Field(default=None, ge=1, le=MOST_COUNT)
+    vocabulary_size: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     dtype: str | None = None
     """Data type of computation (``bfloat16``); None: any device will do."""
     kv_dtype: str | None = None
@@ -74,9 +74,9 @@ class ModelSpec(PlacementRecord):
     """Short names of the backends that can run it; None: any."""
     tensor_parallel: tuple[int, ...] = (1,)
     """Allowed sizes of a tensor-parallel group, ascending, from the divisors of heads and hidden size."""
-    context_tokens_max: int | None = Field(default=None, ge=1)
-    parameters: int | None = Field(default=None, ge=0)
-    active_parameters: int | None = Field(default=None, ge=0)
+    context_tokens_max: int | None = Field(default=None, ge=1, le=MOST_COUNT)
+    parameters: int | None = Field(default=None, ge=0, le=MOST_TOGETHER)
+    active_parameters: int | None = Field(default=None, ge=0, le=MOST_TOGETHER)
     estimated: tuple[str, ...] = ()
     """Names of fields that rest on an assumption instead of on the model's files."""
 
@@ -85,6 +85,8 @@ class ModelSpec(PlacementRecord):
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if any(size < 1 for size in value):
             raise ValueError("a tensor-parallel group has at least one device")
+        if any(size > MOST_COUNT for size in value):
+            raise ValueError(f"a tensor-parallel group has at most {MOST_COUNT:,} devices")
         return tuple(sorted({1, *value}))
 
     @model_validator(mode="after")

@@ -143,6 +143,8 @@ class _Validator:
             device = self.by_id[held.device]
             need = ceil_div(weights, size) + ceil_div(kv, size) + workspace
             have = device.usable_bytes - device.reserve_bytes - device.overhead_bytes
+            if have <= 0:
+                _broken("memory", device.id, "nothing is left of it for a plan, so it takes no part in one")
             if need > have:
                 _broken("memory", device.id, f"{need} bytes on a device that has {have}")
             if (held.weights, held.kv, held.activations) != (ceil_div(weights, size), ceil_div(kv, size), workspace):

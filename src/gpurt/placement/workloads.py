@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.number_formats import known_dtype
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import MOST_BYTES, PlacementRecord
 from gpurt.placement.words import counted, listed, size_words, time_words
 
 SEARCH_STEPS: Final = 50_000
@@ -25,7 +25,7 @@ class WorkloadRequest(PlacementRecord):
     """Something that runs on one device."""
 
     name: str = Field(min_length=1)
-    memory_bytes: int = Field(ge=0)
+    memory_bytes: int = Field(ge=0, le=MOST_BYTES)
     """That it holds there."""
     flops: float = Field(default=0.0, ge=0)
     """Operations of one step, for balance; 0: it takes no time that matters."""
