@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -17,6 +20,9 @@ from gpurt.testing.simulation_plan import (
     plan_freezes,
     plan_steps,
 )
+from tests.cluster.support import free_port
+
+pytest.importorskip("zenoh")
 
 QUICK = SimulationConfig(nodes=8, devices=2, seconds=2.0, churn=100.0, seed=7)
 ALL_BUT_CLONES = tuple(fault for fault in SimulatedFault if fault is not SimulatedFault.CLONE)
@@ -110,6 +116,13 @@ def test_the_command_says_so(right: bool, monkeypatch: pytest.MonkeyPatch, capsy
     assert main([*words, "--faults", "none"]) == (0 if right else 1)
     assert ("0.50 s after the last step" if right else "NOT after") in capsys.readouterr().out
     assert configs[1].faults == ()
+
+
+def test_nodes_end_with_who_started_them_even_where_there_is_no_hub() -> None:
+    config = json.dumps(asdict(SimulationConfig(nodes=4, devices=1)))
+    command = [sys.executable, "-m", "gpurt.testing.simulated_nodes", f"tcp/127.0.0.1:{free_port()}", "0", config]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_what_cannot_be_simulated() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,14 @@ def run(args: argparse.Namespace) -> int:
     from gpurt.testing.simulation_plan import SimulationConfig
 
     config = SimulationConfig(args.nodes, args.devices, args.seconds, args.churn, args.seed, args.faults)
-    report = run_command(simulate(config))
+    # What is done to the nodes is what the bus warns of, a line for each.
+    log = logging.getLogger("gpurt.cluster")
+    level = log.level
+    log.setLevel(level if args.verbose else logging.CRITICAL)
+    try:
+        report = run_command(simulate(config))
+    finally:
+        log.setLevel(level)
     if args.json:
         sys.stdout.write(json.dumps(report.document()) + "\n")
     else:

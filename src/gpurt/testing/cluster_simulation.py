@@ -105,6 +105,7 @@ async def simulate(config: SimulationConfig) -> SimulationReport:
         for each in nodes:
             each.go_on()
         freezing = asyncio.gather(*(_freeze(freeze, nodes[freeze.process]) for freeze in freezes))
+        stack.callback(freezing.cancel)
         said = await asyncio.gather(*(each.line() for each in nodes))
         await freezing
         ended = time.monotonic()

@@ -9,12 +9,14 @@ after a line on standard input, says a line with what is true of its nodes then,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -77,6 +79,7 @@ class SimulatedNode:
         self.name = name
         self._endpoint, self._config, self._done = endpoint, config, done
         self._run = 0
+        self._engine = FaultyEngine(cluster=CLUSTER, endpoint=endpoint)
         self._skew = timedelta()
         self._devices = {device.stable_id: device for device in simulated_result(name, config.devices).devices}
         self._plugged = tuple(self._devices.values())
@@ -173,7 +176,22 @@ async def run(endpoint: str, process: int, config: SimulationConfig) -> None:
     logging.getLogger("gpurt").setLevel(logging.ERROR)  # hundreds of nodes that say that their hub went away
     done: Counter[str] = Counter()
     nodes = [SimulatedNode(endpoint, name, config, done) for name in config.names_in(process)]
-    steps = plan_steps(config)
+    told, ended = asyncio.Event(), asyncio.Event()
+    # A thread that nobody waits for: one of the loop's own would keep a process that has failed from ending.
+    threading.Thread(target=_listen, args=(asyncio.get_running_loop(), told, ended), daemon=True).start()
+    working = asyncio.create_task(_work(nodes, config, done, told))
+    ending = asyncio.create_task(ended.wait())
+    await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+    if working.done():
+        working.result()
+        await ending
+    working.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+    await asyncio.gather(*(node.close() for node in nodes))
+
+
+async def _work(nodes: list[SimulatedNode], config: SimulationConfig, done: Counter[str], told: asyncio.Event) -> None:
     at_once = asyncio.Semaphore(STARTING)
 
     async def start(node: SimulatedNode) -> None:
@@ -182,13 +200,17 @@ async def run(endpoint: str, process: int, config: SimulationConfig) -> None:
 
     await asyncio.gather(*map(start, nodes))
     _say(ready=True)
-    loop = asyncio.get_running_loop()
-    if await loop.run_in_executor(None, sys.stdin.readline):
-        begin = time.monotonic()
-        await asyncio.gather(*(node.play(steps[node.name], begin) for node in nodes))
-        _say(truth={node.name: node.truth() for node in nodes}, done=done)
-        await loop.run_in_executor(None, sys.stdin.readline)
-    await asyncio.gather(*(node.close() for node in nodes))
+    await told.wait()
+    steps, begin = plan_steps(config), time.monotonic()
+    await asyncio.gather(*(node.play(steps[node.name], begin) for node in nodes))
+    _say(truth={node.name: node.truth() for node in nodes}, done=done)
+
+
+def _listen(loop: asyncio.AbstractEventLoop, told: asyncio.Event, ended: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending by itself
+        while os.read(sys.stdin.fileno(), 64):
+            loop.call_soon_threadsafe(told.set)
+        loop.call_soon_threadsafe(ended.set)
 
 
 def _say(**what: Any) -> None:
