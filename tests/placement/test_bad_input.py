@@ -24,13 +24,17 @@ from gpurt.placement import (
     ModelSpec,
     Pin,
     PlacementDevice,
+    Plan,
     ResidentRange,
     StageLayers,
     Topology,
     Workload,
     WorkloadRequest,
     choose_device,
+    explain_plan,
     get_performance_estimate,
+    predict_load,
+    repair_placement,
     solve_replicas,
     validate_plan,
 )
@@ -334,3 +338,34 @@ def test_a_search_among_links_that_do_not_exist_is_silent() -> None:
     for order in ((0, 1, 2), (1, 2, 3), (3, 0, 1), (2, 0, 3)):
         search = LocalSearch(instance, 0, lambda: False)
         search.run(order, search.value(order), rounds=3)
+
+
+LIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "end beyond the model": lambda plan: plan["stages"][-1].update(end=1000),
+    "start beyond the model": lambda plan: plan["stages"][0].update(start=500, end=600),
+    "a stage is missing": lambda plan: plan["stages"].pop(0),
+    "a device twice": lambda plan: plan["stages"][1].update(
+        devices=plan["stages"][0]["devices"], held=plan["stages"][0]["held"]
+    ),
+    "no hops": lambda plan: plan.update(hops=[]),
+    "a hop elsewhere": lambda plan: plan["hops"][0].update(target=7),
+    "bytes of others": lambda plan: plan["stages"][0].update(held=plan["stages"][1]["held"]),
+    "it ends before it starts": lambda plan: plan["stages"][0].update(start=5, end=1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_plan_that_contradicts_itself_is_used_by_nobody(lie: str) -> None:
+    devices = [device(name, 600) for name in "abc"]
+    document = solve(devices=devices).model_dump(mode="json")
+    LIES[lie](document)
+    plan = Plan.model_validate(document)
+    for use in (
+        lambda: predict_load(plan, model(), devices),
+        lambda: explain_plan(model(), devices, Constraints(), plan),
+        lambda: repair_placement(plan, model(), devices),
+        lambda: repair_placement(plan, model(), devices[1:]),
+        lambda: validate_plan(model(), devices, Topology(), None, plan),
+    ):
+        with pytest.raises(InvalidPlan):
+            use()

@@ -7,8 +7,10 @@ from typing import Final
 
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
+from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.grouping import can_compute, filter_devices
 from gpurt.placement.plan import Plan, PlanStatus, Stage
+from gpurt.placement.plan_form import check_form
 from gpurt.placement.spec import LayerSpec, ModelSpec
 from gpurt.placement.what_if import WhatIf
 from gpurt.placement.words import counted, listed, size_words, time_words
@@ -31,7 +33,16 @@ def explain_plan(
     Args:
         left_out: devices that are not among ``devices``, and why.
         what_ifs: see :func:`gpurt.placement.what_if.what_ifs`; without them nothing is said of what would help.
+
+    Raises:
+        InvalidPlan: the plan contradicts itself, is of a model with another number of layers, or uses a device that is
+            not among ``devices``.
     """
+    check_form(plan)
+    if plan.layer_count != model.layer_count:
+        raise InvalidPlan(f"the plan has {plan.layer_count} layers", rule="model", where="layer_count")
+    for name in sorted(set(plan.devices) - {device.id for device in devices}):
+        raise InvalidPlan("no such device", rule="device", where=name)
     return (
         *explain_left_out(model, devices, constraints, left_out or {}),
         *_not_needed(model, devices, constraints, plan),

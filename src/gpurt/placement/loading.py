@@ -10,6 +10,7 @@ from gpurt.placement.costs import resident_layers
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.plan import Plan, Stage
+from gpurt.placement.plan_form import check_form
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.spec import ModelSpec
 
@@ -43,9 +44,11 @@ def predict_load(plan: Plan, model: ModelSpec, devices: Sequence[PlacementDevice
 
     Raises:
         InvalidPlacementInput: the plan is of another model, or a device of it is not among ``devices``.
+        InvalidPlan: the plan contradicts itself.
     """
     if plan.model != model.name or plan.layer_count != model.layer_count:
         raise InvalidPlacementInput(f"the plan is of {plan.model!r}, {plan.layer_count} layers", field="model")
+    check_form(plan)
     known = {device.id: device for device in devices}
     loads: list[DeviceLoad] = []
     nodes: dict[str, list[tuple[PlacementDevice, int]]] = {}

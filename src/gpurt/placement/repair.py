@@ -24,6 +24,7 @@ from gpurt.placement.hysteresis import RepairPolicy
 from gpurt.placement.inputs import check_inputs, check_types
 from gpurt.placement.neighbourhood import neighbourhood, present_constraints
 from gpurt.placement.plan import Plan
+from gpurt.placement.plan_form import check_form
 from gpurt.placement.repair_search import Candidate, RepairSearch, with_placed
 from gpurt.placement.retelling import RepairMethod, RepairResult, Teller
 from gpurt.placement.solver import DEFAULT_BUDGET, ConstraintSatisfactionPlacement
@@ -71,8 +72,8 @@ def repair_placement(
     Pure and deterministic, as far as no search ends by time. Blocks for tenths of a second; for up to ``time_budget``
     seconds where nothing near the former plan is possible. The plan passes :func:`validate_plan`.
 
-    Raises: InvalidPlacementInput, InfeasiblePlacement (nothing is possible, and that is certain), PlacementTimeout,
-    PlacementCancelled.
+    Raises: InvalidPlacementInput, InvalidPlan (``plan`` contradicts itself), InfeasiblePlacement (nothing is possible,
+    and that is certain), PlacementTimeout, PlacementCancelled.
     """
     repair = Repair(plan, model, devices, topology, constraints, policy=policy, seed=seed, cancelled=cancelled)
     stays = repair.unchanged()
@@ -102,6 +103,7 @@ class Repair:
                 f"it is for {plan.model} with {plan.layer_count} layers, not for {model.name} with {model.layer_count}",
                 field="plan",
             )
+        check_form(plan)
         self.kind = plan.objective
         self.model = model
         self.devices = sorted(devices, key=lambda device: device.id)

@@ -14,6 +14,7 @@ from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.plan import Plan, Stage
+from gpurt.placement.plan_form import check_form
 from gpurt.placement.recounting import Recount
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology
@@ -67,20 +68,10 @@ class _Validator:
             _broken("model", plan.model, f"the plan is for {plan.model} with {plan.layer_count} layers")
         if plan.workload != self.rules.workload:
             _broken("workload", "workload", "the plan was made for another workload")
-        done = 0
-        for number, stage in enumerate(plan.stages):
-            if stage.start != done or stage.end <= stage.start:
-                _broken(
-                    "coverage", f"stages.{number}", f"layers {stage.start} to {stage.end} follow after layer {done}"
-                )
-            done = stage.end
-        if done != model.layer_count:
-            _broken("coverage", f"stages.{len(plan.stages) - 1}", f"{done} of {model.layer_count} layers are placed")
-        for name, times in Counter(plan.devices).items():
+        for name in plan.devices:
             if name not in self.by_id:
                 _broken("device", name, "no such device")
-            if times > 1:
-                _broken("device", name, f"it is used {times} times")
+        check_form(plan)
 
     def _group(self, number: int, stage: Stage) -> None:
         where = f"stages.{number}"
@@ -93,8 +84,6 @@ class _Validator:
         most = self.rules.tensor_parallel_max
         if most is not None and size > most:
             _broken("group", where, f"{size} devices, and at most {most} are allowed")
-        if [held.device for held in stage.held] != list(stage.devices):
-            _broken("memory", where, "bytes are not told for exactly its devices")
 
     def _capable(self, number: int, stage: Stage) -> None:
         model = self.model
@@ -199,11 +188,7 @@ class _Validator:
                 _broken("time", f"stages.{number}", f"{stage.seconds} s are told, {real} s it takes")
         ways: list[float] = []
         count = len(plan.stages)
-        if len(plan.hops) != (count if count > 1 else 0):
-            _broken("link", "hops", f"{len(plan.hops)} hops between {count} stages")
         for number, hop in enumerate(plan.hops):
-            if (hop.source, hop.target) != (number, (number + 1) % count):
-                _broken("link", f"hops.{number}", "it does not lead from its stage to the next one")
             last = number == count - 1
             payload = self.rules.workload.batch * (
                 4 if last else self.model.layers[plan.stages[number].end - 1].activation_bytes_per_token
