@@ -268,7 +268,8 @@ async def test_a_node_outside_the_new_plan_lets_go(cluster: Cluster) -> None:
     assert (await cluster.committer.commit(plan(("n1/GPU-n1-0", 0, 10)), v(2))).committed
     await until(lambda: cluster.shard("n2") is None, "the release")
     assert two.loader.calls[-1].stages == ()
-    # And what it has promised is not forgotten with it.
+    # And what it has promised is not forgotten with it, even where its master has forgotten.
+    cluster.committer.forget("llama")
     outcome = await cluster.committer.commit(plan(*BOTH), v(1))
     assert {each.reason for each in outcome.refused.values()} == {Refusal.STALE_VERSION}
 
@@ -289,6 +290,7 @@ async def test_versions_are_followed_upwards_only(cluster: Cluster) -> None:
     assert (await cluster.committer.commit(plan(BOTH[0]), v(5))).committed
     await cluster.loaded("n1", v(5))
     for version, made in ((v(4), plan(BOTH[0])), (v(5), plan(("n1/GPU-n1-1", 0, 4)))):
+        cluster.committer.forget("llama")  # which would not even offer it
         outcome = await cluster.committer.commit(made, version)
         assert outcome.refused["n1"].reason is Refusal.STALE_VERSION
     assert len(one.loader.calls) == 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gpurt.cluster.envelope import summary
+from gpurt.cluster.errors import InvalidName
+from gpurt.cluster.keys import check_name
 from gpurt.cluster.shards import MAX_BYTES, MAX_LAYERS, MAX_MESSAGE, MAX_STAGES, Name, ResidentLayers, ShardState
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.plan import Plan
@@ -146,10 +150,15 @@ def assignments_of(plan: Plan, version: PlanVersion, *, instance: str | None = N
         instance: which copy of the model; None: the model is placed once.
 
     Raises:
-        InvalidPlan: a device is not named ``node/key`` of its stage's node, or has no bytes in the plan.
+        InvalidPlan: a device is not named ``node/key`` of its stage's node, has no bytes in the plan or is in it twice,
+            or a name, a number or the count of stages is beyond what a node takes.
     """
     stages: dict[str, list[AssignedStage]] = {}
     for position, stage in enumerate(plan.stages):
+        try:
+            check_name(stage.node, "node")
+        except InvalidName as exc:
+            raise InvalidPlan(f"stage {position}: {exc.message}", rule="device", where=f"stages.{position}") from None
         held = {each.device: each for each in stage.held}
         devices: list[AssignedDevice] = []
         for name in stage.devices:
@@ -158,21 +167,27 @@ def assignments_of(plan: Plan, version: PlanVersion, *, instance: str | None = N
             if name not in held:
                 raise InvalidPlan(f"stage {position} does not say what {name!r} holds", rule="memory", where=name)
             share = held[name]
-            devices.append(
-                AssignedDevice(
-                    device=name.removeprefix(f"{stage.node}/"),
-                    weight_bytes=share.weights,
-                    kv_bytes=share.kv,
-                    activation_bytes=share.activations,
+            with _of_plan("device", f"stages.{position}"):
+                devices.append(
+                    AssignedDevice(
+                        device=name.removeprefix(f"{stage.node}/"),
+                        weight_bytes=share.weights,
+                        kv_bytes=share.kv,
+                        activation_bytes=share.activations,
+                    )
                 )
-            )
-        part = AssignedStage(start=stage.start, end=stage.end, devices=tuple(devices))
+        with _of_plan("stage", f"stages.{position}"):
+            part = AssignedStage(start=stage.start, end=stage.end, devices=tuple(devices))
         stages.setdefault(stage.node, []).append(part)
-    return {node: _assignment(plan, version, instance, tuple(parts)) for node, parts in stages.items()}
+    return {node: _assignment(plan, version, instance, tuple(parts), node) for node, parts in stages.items()}
 
 
 def release_of(plan: Plan, version: PlanVersion, *, instance: str | None = None) -> Assignment:
-    """For a node that a plan does not use: let go of what an earlier plan has put there."""
+    """For a node that a plan does not use: let go of what an earlier plan has put there.
+
+    Raises:
+        InvalidPlan: as of ``assignments_of``.
+    """
     return _assignment(plan, version, instance, ())
 
 
@@ -190,12 +205,22 @@ def kept_of(resident: tuple[ResidentLayers, ...], assigned: tuple[ResidentLayers
 
 
 def _assignment(
-    plan: Plan, version: PlanVersion, instance: str | None, stages: tuple[AssignedStage, ...]
+    plan: Plan, version: PlanVersion, instance: str | None, stages: tuple[AssignedStage, ...], where: str = "plan"
 ) -> Assignment:
-    return Assignment(
-        instance=instance or plan.model,
-        model=plan.model,
-        layer_count=plan.layer_count,
-        version=version,
-        stages=stages,
-    )
+    with _of_plan("assignment", where):
+        return Assignment(
+            instance=instance or plan.model,
+            model=plan.model,
+            layer_count=plan.layer_count,
+            version=version,
+            stages=stages,
+        )
+
+
+@contextmanager
+def _of_plan(rule: str, where: str) -> Generator[None]:
+    try:
+        yield
+    except ValidationError as exc:
+        message = f"no node takes {where} of the plan: {summary(exc)}"
+        raise InvalidPlan(message, rule=rule, where=where) from None

@@ -15,7 +15,7 @@ class CommitStatus(StrEnum):
     COMMITTED = "committed"
     """Every node has accepted: the plan holds."""
     ABORTED = "aborted"
-    """A node has refused or did not answer: the plan before holds, everywhere."""
+    """A node has refused or did not answer, or another plan was decided on: the plan before holds, everywhere."""
 
 
 class NodeAnswer(BaseModel):
@@ -51,7 +51,9 @@ class CommitResult(BaseModel):
     version: PlanVersion
     status: CommitStatus
     answers: Mapping[str, NodeAnswer]
-    """By node."""
+    """By node; none where nobody was asked."""
+    conflict: str | None = None
+    """What this master has decided on that rules the plan out."""
 
     @property
     def committed(self) -> bool:
@@ -78,6 +80,8 @@ class CommitResult(BaseModel):
     def message(self) -> str:
         """In one line."""
         parts = [f"plan {self.version} of {self.instance} is {self.status}"]
+        if self.conflict is not None:
+            parts.append(self.conflict)
         parts += [f"{node} refuses ({each.reason}: {each.message})" for node, each in self.refused.items()]
         parts += [f"{node}: {self.answers[node].message}" for node in self.unconfirmed]
         return "; ".join(parts)

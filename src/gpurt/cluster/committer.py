@@ -22,7 +22,7 @@ from gpurt.cluster.changes import ChangeKind
 from gpurt.cluster.commands import Step, send_assignment
 from gpurt.cluster.commit_result import CommitResult, CommitStatus, NodeAnswer
 from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
-from gpurt.cluster.groups import single
+from gpurt.cluster.groups import single, together
 from gpurt.cluster.records import ClusterSnapshot, NodeState
 from gpurt.cluster.view import MasterView
 from gpurt.placement.plan import Plan
@@ -87,25 +87,31 @@ class PlacementCommitter:
             instance: which copy of the model; None: the model is placed once.
 
         Returns:
-            Who answered what. ``ABORTED``: nothing has changed anywhere. ``COMMITTED``: decided; ``unconfirmed`` nodes
+            Who answered what. ``ABORTED``: nothing has changed anywhere; ``conflict`` says where this master itself has
+            decided on a later plan, or another one of this version. ``COMMITTED``: decided; ``unconfirmed`` nodes
             get their part as soon as they can be reached, while ``run`` runs.
 
         Raises:
-            InvalidPlan: device names do not fit nodes. BusClosed: the engine is not started.
+            InvalidPlan: device names do not fit nodes, or a part is beyond what a node takes. BusClosed: the engine is
+                not started, or was closed meanwhile.
         """
         parts = assignments_of(plan, version, instance=instance)
         name = instance or plan.model
-        offered = await self._all(parts, Step.OFFER)
-        if not all(answer.accepted for answer in offered.values()):
-            to_forget = {node: part for node, part in parts.items() if not offered[node].refused}
+        decided = _Decided(version, parts, release_of(plan, version, instance=instance))
+        conflict, offered = self._conflict(name, decided), dict[str, NodeAnswer]()
+        if conflict is None:
+            offered = await self._all(parts, Step.OFFER)
+            conflict = self._conflict(name, decided)  # another commit may have been faster
+        if conflict is not None or not all(answer.accepted for answer in offered.values()):
+            to_forget = {node: parts[node] for node, answer in offered.items() if not answer.refused}
             await self._all(to_forget, Step.ABORT)
-            result = CommitResult(instance=name, version=version, status=CommitStatus.ABORTED, answers=offered)
+            result = CommitResult(
+                instance=name, version=version, status=CommitStatus.ABORTED, answers=offered, conflict=conflict
+            )
             _log.warning("%s", result.message)
             return result
-        decided = _Decided(version, parts, release_of(plan, version, instance=instance))
         before = self._decided.get(name)
-        if before is None or before.version <= version:
-            self._decided[name] = decided
+        self._decided[name] = decided
         earlier: Iterable[str] = () if before is None else before.parts
         others = _holders(self._view.snapshot(), name, earlier) - parts.keys()
         unheard: Iterable[str] = (*parts, *sorted(others))
@@ -150,6 +156,15 @@ class PlacementCommitter:
 
     # Inside
 
+    def _conflict(self, instance: str, plan: _Decided) -> str | None:
+        """Why ``plan`` cannot be decided on any more."""
+        before = self._decided.get(instance)
+        if before is not None and plan.version < before.version:
+            return f"plan {before.version} was decided on, which is later"
+        if before is not None and plan.version == before.version and plan != before:
+            return f"another plan {before.version} was decided on"
+        return None
+
     async def _all(self, parts: Mapping[str, Assignment], step: Step) -> dict[str, NodeAnswer]:
         questions = asyncio.Semaphore(QUESTIONS)
 
@@ -157,7 +172,7 @@ class PlacementCommitter:
             async with questions:
                 return await self._send(node, part, step)
 
-        answers = await asyncio.gather(*(one(node, part) for node, part in parts.items()))
+        answers = await together(one(node, part) for node, part in parts.items())
         return dict(zip(parts, answers, strict=True))
 
     async def _send(self, node: str, part: Assignment, step: Step) -> NodeAnswer:

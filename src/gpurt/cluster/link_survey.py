@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from gpurt.cluster.bus import EventEngine
 from gpurt.cluster.commands import MAX_PEERS, LinksAnswer, MeasureLinks, PeerAddress, send_command
 from gpurt.cluster.envelope import summary
-from gpurt.cluster.errors import ClusterError, MalformedEvent
+from gpurt.cluster.errors import BusClosed, ClusterError, MalformedEvent
+from gpurt.cluster.groups import together
 from gpurt.cluster.link_measuring import PATIENCE_S
 from gpurt.cluster.link_protocol import STEP_S, LinkBudget
 from gpurt.cluster.peer_links import PeerLink
@@ -82,11 +83,13 @@ async def survey_links(
                 part = some[start : start + MAX_PEERS]
                 try:
                     answer = await request_links(engine, source, part, term=term, budget=budget)
+                except BusClosed:
+                    raise
                 except ClusterError as exc:
                     result.failed.update({(source, peer.node): exc.message for peer in part})
                 else:
                     result.measured.update({(source, link.peer): link for link in answer.measured})
                     result.failed.update({(source, peer): why for peer, why in answer.failed.items()})
 
-    await asyncio.gather(*(measure(source, some) for source, some in peers.items()))
+    await together(measure(source, some) for source, some in peers.items())
     return result
