@@ -14,6 +14,7 @@ from gpurt.placement import (
     InfeasiblePlacement,
     Pin,
     PlacementDevice,
+    PlacementError,
     Plan,
     PlanVersion,
     ProposedPlan,
@@ -246,3 +247,41 @@ def test_a_replanner_is_made_without_a_loop() -> None:
     follow = Replanner(SPEC, solved(devices), FIRST)
     assert follow.version == FIRST
     assert follow.plan.devices
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["left at once", "left while waited for"])
+async def test_leaving_ends_everybody_who_iterates_and_whoever_comes_later(before: bool) -> None:
+    devices = [device(name, 6, speed=1e6) for name in "ab"]
+    follow = replanner(solved(devices), Time())
+
+    async def all_of_it() -> list[object]:
+        return [item async for item in follow]
+
+    waiting: list[asyncio.Task[list[object]]] = []
+    async with follow:
+        if before:
+            waiting = [asyncio.create_task(all_of_it()) for _ in range(2)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+    for _ in range(2):
+        waiting.append(asyncio.create_task(all_of_it()))
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 20) == [[]] * len(waiting)
+    follow.change(devices)
+    assert not follow.thinking
+    with pytest.raises(PlacementError, match="entered once"):
+        await follow.__aenter__()
+
+
+async def test_an_error_that_ends_the_work_is_told_to_everybody_who_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [device(name, 6, speed=1e6) for name in "ab"]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Repair, "unchanged", broken)
+    async with replanner(solved(devices), Time()) as follow:
+        follow.change(devices)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                await take(follow)
+        assert not follow.thinking

@@ -48,6 +48,13 @@ class FailedRepair:
 
 
 @dataclass(frozen=True, slots=True)
+class _End:
+    """No proposal comes any more."""
+
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Change:
     devices: tuple[PlacementDevice, ...]
     topology: Topology
@@ -103,7 +110,7 @@ class Replanner:
         self.thinking = False
         """A change is still being thought about; what comes of it is in the plan or among the proposals."""
         self._changed = asyncio.Event()
-        self._proposals: asyncio.Queue[ProposedPlan | FailedRepair | Exception | None] = asyncio.Queue()
+        self._proposals: asyncio.Queue[ProposedPlan | FailedRepair | _End] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
 
     def change(self, devices: Sequence[PlacementDevice], topology: Topology | None = None) -> None:
@@ -114,11 +121,14 @@ class Replanner:
         now = _Change(tuple(devices), topology or (self._latest.topology if self._latest else Topology()))
         if self._latest is None or _differs(self._latest, now) or self._breaks(now.devices):
             self._latest = now
-            self.thinking = True
+            self.thinking = self._worker is None or not self._worker.done()
             self._changed.set()
 
     async def __aenter__(self) -> Self:
+        if self._worker is not None:
+            raise PlacementError("a replanner is entered once", hint="make another one")
         self._worker = asyncio.create_task(self._run(), name="gpurt:replanner")
+        self._worker.add_done_callback(self._end)
         return self
 
     async def __aexit__(
@@ -129,29 +139,30 @@ class Replanner:
             await asyncio.gather(self._worker, return_exceptions=True)
 
     async def __aiter__(self) -> AsyncIterator[ProposedPlan | FailedRepair]:
-        """Proposals in the order of their versions, until the replanner is left."""
-        while (item := await self._proposals.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
+        """Proposals in the order of their versions, until the replanner is left. Each goes to one of those who iterate;
+        the end, or the error that was the end, to all of them."""
+        while not isinstance(item := await self._proposals.get(), _End):
             yield item
+        self._proposals.put_nowait(item)
+        if item.error is not None:
+            raise item.error
+
+    def _end(self, worker: asyncio.Task[None]) -> None:
+        self.thinking = False
+        self._proposals.put_nowait(_End(None if worker.cancelled() else worker.exception()))
 
     async def _run(self) -> None:
-        try:
-            while True:
-                self.thinking = self._changed.is_set()
-                await self._changed.wait()
-                self._changed.clear()
-                assert self._latest is not None
-                try:
-                    better = await self._at_once(self._latest)
-                except PlacementError as error:
-                    self._proposals.put_nowait(FailedRepair(error))
-                    continue
-                await self._unless_changed(self._later(self._latest, better))
-        except Exception as error:
-            self._proposals.put_nowait(error)
-        finally:
-            self._proposals.put_nowait(None)
+        while True:
+            self.thinking = self._changed.is_set()
+            await self._changed.wait()
+            self._changed.clear()
+            assert self._latest is not None
+            try:
+                better = await self._at_once(self._latest)
+            except PlacementError as error:
+                self._proposals.put_nowait(FailedRepair(error))
+                continue
+            await self._unless_changed(self._later(self._latest, better))
 
     async def _unless_changed(self, work: Coroutine[Any, Any, None]) -> None:
         """To its end, or until there is something newer."""
