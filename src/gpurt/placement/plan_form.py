@@ -22,14 +22,15 @@ def check_form(plan: Plan) -> None:
                 f"layers {stage.start} to {stage.end} follow after layer {done}", rule="coverage", where=where
             )
         done = stage.end
-        if [held.device for held in stage.held] != list(stage.devices):
-            raise InvalidPlan("bytes are not told for exactly its devices", rule="memory", where=where)
     if done != plan.layer_count:
         last = f"stages.{len(plan.stages) - 1}"
         raise InvalidPlan(f"{done} of {plan.layer_count} layers are placed", rule="coverage", where=last)
     for name, times in Counter(plan.devices).items():
         if times > 1:
             raise InvalidPlan(f"it is used {times} times", rule="device", where=name)
+    for number, stage in enumerate(plan.stages):
+        if [held.device for held in stage.held] != list(stage.devices):
+            raise InvalidPlan("bytes are not told for exactly its devices", rule="memory", where=f"stages.{number}")
     count = len(plan.stages)
     if len(plan.hops) != (count if count > 1 else 0):
         raise InvalidPlan(f"{len(plan.hops)} hops between {count} stages", rule="link", where="hops")
