@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,3 +161,47 @@ def test_wrong_grids_name_their_field() -> None:
         assert caught.value.field == field
     with pytest.raises(InvalidPlacementInput, match=r"2 groups of 2 devices .* are needed, there are 1"):
         create_device_mesh(RACK, pipeline=2, tensor=2)
+
+
+def both_ways(*pairs: tuple[str, str]) -> Topology:
+    ways = [way for pair in pairs for way in (pair, pair[::-1])]
+    return Topology.unconnected(
+        tuple(Link(source=one, target=other, latency_seconds=0.1, bandwidth=10.0) for one, other in ways)
+    )
+
+
+def test_devices_cut_from_each_other_are_no_tensor_group() -> None:
+    cards = [device(f"d{index}") for index in range(2)]
+    apart = Topology(cut=frozenset({("d0", "d1"), ("d1", "d0")}))
+    with pytest.raises(InvalidPlacementInput, match="there are 0 that reach each other") as caught:
+        create_device_mesh(cards, apart, tensor=2)
+    assert caught.value.field == "devices"
+    three = create_device_mesh([*cards, device("d2")], apart, tensor=2)
+    assert np.isfinite(three.latency_seconds).all()
+
+
+def test_a_chain_that_exists_is_found_wherever_it_begins() -> None:
+    cards = [device("d0", node="a"), device("d1", node="b", compute_flops=1e15), device("d2", node="c")]
+    mesh = create_device_mesh(cards, both_ways(("d0", "d1"), ("d1", "d2")), pipeline=3)
+    assert [each.id for each in mesh.devices] == ["d0", "d1", "d2"]
+    # The fastest device reaches nobody: the others do.
+    assert {each.id for each in create_device_mesh(cards, both_ways(("d0", "d2")), pipeline=2).devices} == {"d0", "d2"}
+
+
+@pytest.mark.parametrize("total", [10, 2**53 + 1, 10**18 + 7, 10**400])
+@pytest.mark.parametrize("rate", [1e13, 1.7e308])
+def test_shares_add_up_however_large(total: int, rate: float) -> None:
+    mesh = create_cross_vendor_mesh([device(f"d{index}", compute_flops=rate) for index in range(3)])
+    shares = mesh.shares(total)
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize("total", [10.5, float("nan"), True, "3", None])
+def test_shares_are_of_whole_pieces(total: Any) -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        create_cross_vendor_mesh(RACK).shares(total)
+    assert caught.value.field == "total"
+    with pytest.raises(InvalidPlacementInput) as caught:
+        create_device_mesh(RACK, pipeline=total)
+    assert caught.value.field == "pipeline"

@@ -5,11 +5,13 @@ The ranks of a mesh are what ``torch.distributed`` counts: row by row, the last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
-from typing import Any, Final
+from fractions import Fraction
+from math import floor, prod
+from numbers import Integral
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +21,13 @@ from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.queries import PROCESSORS
 from gpurt.placement.topology import Topology
 from gpurt.placement.words import counted, size_words
+from gpurt.printable import shortened
 
 PAYLOAD: Final = 1 << 20
 """Bytes by whose time two ways are compared: the sums of one layer for a few hundred tokens."""
+
+_STEPS: Final = 20_000
+"""Groups that are taken in search of pipelines in which each stage reaches the next: well under a second."""
 
 
 class Communication(StrEnum):
@@ -88,7 +94,7 @@ class DeviceMesh:
         """
         if axis not in self.axes:
             raise InvalidPlacementInput(f"{axis!r} is none of {', '.join(self.axes)}", field="axis")
-        if not 0 <= rank < len(self.devices):
+        if not isinstance(cast("object", rank), Integral) or not 0 <= rank < len(self.devices):
             raise InvalidPlacementInput(f"{rank} is no rank of {len(self.devices)}", field="rank")
         place: list[Any] = list(np.unravel_index(rank, self.shape))
         place[self.axes.index(axis)] = slice(None)
@@ -100,15 +106,17 @@ class DeviceMesh:
         By the largest remainder, so that they add up; of equal remainders the lower rank's comes first.
 
         Raises:
-            InvalidPlacementInput: ``total`` is negative.
+            InvalidPlacementInput: ``total`` is negative or no integer.
         """
-        if total < 0:
-            raise InvalidPlacementInput(f"{total} is negative", field="total")
-        rates = [device.compute_flops for device in self.devices]
-        exact = [total * rate / sum(rates) for rate in rates]
-        whole = [int(each) for each in exact]
+        if isinstance(total, bool) or not isinstance(cast("object", total), Integral) or total < 0:
+            raise InvalidPlacementInput(f"it must be an integer from 0, and is {shortened(repr(total))}", field="total")
+        # Fractions: no rounding of large numbers, and rates whose sum is beyond floating point.
+        rates = [Fraction(device.compute_flops) for device in self.devices]
+        unit = Fraction(int(total)) / sum(rates)
+        exact = [rate * unit for rate in rates]
+        whole = [floor(each) for each in exact]
         order = sorted(range(len(exact)), key=lambda rank: whole[rank] - exact[rank])
-        for rank in order[: total - sum(whole)]:
+        for rank in order[: int(total) - sum(whole)]:
             whole[rank] += 1
         return tuple(whole)
 
@@ -144,30 +152,21 @@ def create_device_mesh(
             there is no way between stages.
     """
     for axis, size in (("data", data), ("pipeline", pipeline), ("tensor", tensor)):
-        if size < 1:
-            raise InvalidPlacementInput(f"{size} is not positive", field=axis)
+        if isinstance(size, bool) or not isinstance(cast("object", size), Integral) or size < 1:
+            raise InvalidPlacementInput(f"it must be a positive integer, and is {size!r}", field=axis)
     found = _distinct(devices)
     seconds = _slower((topology or Topology()).dense(found).seconds(PAYLOAD))
     groups = _tensor_groups(found, seconds, tensor)
     if len(groups) < data * pipeline:
         raise InvalidPlacementInput(
             f"{data * pipeline} groups of {counted(tensor, 'device')} of one node and backend are needed, there are "
-            f"{len(groups)}",
+            f"{len(groups)} that reach each other",
             field="devices",
         )
     groups.sort(key=lambda group: (-min(found[index].compute_flops for index in group), group))
-    left = groups[: data * pipeline]
-    order: list[int] = []
-    for _ in range(data):
-        here = left.pop(0)
-        order += here
-        for _ in range(pipeline - 1):
-            ways = [float(seconds[np.ix_(here, group)].max()) for group in left]
-            nearest = int(np.argmin(ways))
-            if not np.isfinite(ways[nearest]):
-                raise InvalidPlacementInput(f"there is no way on from {found[here[0]].id}", field="topology")
-            here = left.pop(nearest)
-            order += here
+    at = np.array(groups)
+    ways = seconds[at[:, None, :, None], at[None, :, None, :]].max(axis=(2, 3))
+    order = [index for group in _pipelines(ways, data, pipeline) for index in groups[group]]
     axes, shape = ("data", "pipeline", "tensor"), (data, pipeline, tensor)
     return _mesh(axes, shape, [found[index] for index in order], topology)
 
@@ -204,21 +203,65 @@ def _slower(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
 def _tensor_groups(
     devices: Sequence[PlacementDevice], seconds: NDArray[np.float64], size: int
 ) -> list[tuple[int, ...]]:
-    """As many groups as there are in each node and backend: the fastest device left, with those nearest to it."""
+    """As many groups as there are in each node and backend: the fastest device left, with those nearest to it. One
+    that does not reach enough others is in none."""
+
+    def rank(index: int) -> tuple[float, int, int]:
+        return -devices[index].compute_flops, -devices[index].budget_bytes, index
+
     members: dict[tuple[str, str], list[int]] = {}
     for index, device in enumerate(devices):
         members.setdefault((device.node, device.backend), []).append(index)
     groups: list[tuple[int, ...]] = []
     for left in members.values():
-        left.sort(key=lambda index: (-devices[index].compute_flops, -devices[index].budget_bytes, index))
+        left.sort(key=rank)
         while len(left) >= size:
             group = [left.pop(0)]
-            while len(group) < size:
-                nearest = min(left, key=lambda index: max(float(seconds[index, other]) for other in group))
-                left.remove(nearest)
-                group.append(nearest)
-            groups.append(tuple(group))
+            for _ in range(size - 1):
+                far = [max(float(seconds[index, other]) for other in group) for index in left]
+                nearest = int(np.argmin(far))
+                if not np.isfinite(far[nearest]):
+                    break
+                group.append(left.pop(nearest))
+            if len(group) == size:
+                groups.append(tuple(group))
+            else:
+                left += group[1:]
+                left.sort(key=rank)
     return groups
+
+
+def _pipelines(ways: NDArray[np.float64], data: int, pipeline: int) -> list[int]:
+    """Groups for ``data`` pipelines, one after the other: of the first ones by the nearest, from the first one on.
+
+    Where that comes to an end, other groups and other beginnings are tried, up to a number of steps.
+    """
+    count = data * pipeline
+    for among in dict.fromkeys((count, len(ways))):
+        path: list[int] = []
+        open_choices: list[Iterator[int]] = []
+        for _ in range(_STEPS):
+            if len(path) == count:
+                return path
+            if len(open_choices) == len(path):
+                taken = set(path)
+                left = [group for group in range(among) if group not in taken]
+                if len(path) % pipeline:
+                    here = ways[path[-1]]
+                    left = sorted((group for group in left if np.isfinite(here[group])), key=lambda each: here[each])
+                open_choices.append(iter(left))
+            group = next(open_choices[-1], None)
+            if group is not None:
+                path.append(group)
+                continue
+            open_choices.pop()
+            if not path:
+                break
+            path.pop()
+    raise InvalidPlacementInput(
+        f"no {counted(data, 'pipeline')} of {counted(pipeline, 'group')} found with a way from each to the next",
+        field="topology",
+    )
 
 
 def _mesh(
