@@ -30,6 +30,10 @@ _PROMISING: Final = 100
 """Units among which prices are looked for."""
 _SCARCE: Final = 1.5
 """Times the layers that the devices hold, up to which plans begin with the fullest use of every node."""
+_ROUGH: Final = 0.01
+"""Gap to be reached first where there are more units than the integer programme can take."""
+_COUNTABLE: Final = 0.015
+"""Share between bound and limit up to which the beginnings below the limit may be few enough to look at all."""
 _HOPELESS: Final = 0.01
 """Gap from which on paths that remember have to show a rise of the bound, or are given up."""
 _UNIT_LIMIT: Final = 600
@@ -81,6 +85,8 @@ class Engine(Incumbent):
             self._highs(clock.left * 0.6)
             if self.done():
                 return
+        if self.instance.size > _UNIT_LIMIT and self.gap() > _ROUGH:
+            self._roughly()
         self._reduce()
         if self._remember(clock.left * 0.3):
             return
@@ -146,6 +152,18 @@ class Engine(Incumbent):
         self._beam(16)
         return self.done()
 
+    def _roughly(self) -> None:
+        """Prove what can be proved soon where there are very many units: that no plan is better by more than a little.
+        Fewer units matter for that."""
+        rough = Engine(self.instance, self.clock, seed=self.seed, target_gap=_ROUGH, floor=self.bound)
+        rough.aim = 0.9 * _ROUGH
+        rough.value, rough.steps, rough.relaxation = self.value, self.steps, self.relaxation
+        rough._reduce()
+        rough._remember(self.clock.left)
+        found = rough.found()
+        self.offer(found.steps, "beam")
+        self.raise_bound(found.bound, found.proof or "paths")
+
     def _remember(self, seconds: float) -> bool:
         """Raise the bound with paths that remember, and leave out units as it rises. Whether all is done."""
         over = self.clock.slice(seconds)
@@ -184,7 +202,11 @@ class Engine(Incumbent):
         relaxation = self.relaxation
         assert relaxation is not None
         through = through_units(relaxation)
-        for share in (0.5, 0.8, 1.0):
+        shares = (0.5, 0.8, 1.0)
+        if self.aim > PROVEN_GAP:
+            # One step is all that is wanted, as soon as it is a small one.
+            shares = (1.0,) if self.limit - self.bound < _COUNTABLE * self.value else ()
+        for share in shares:
             limit = self.bound + share * (self.limit - self.bound)
             chosen = np.flatnonzero(through < limit)
             beam = Beam(self.instance.of(chosen), relaxation.of(chosen), width=_WIDTHS[2], limit=limit, whole=True)

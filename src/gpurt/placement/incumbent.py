@@ -51,11 +51,13 @@ class Incumbent:
         self.engines: list[str] = []
         self.proof: str | None = None
         self.relaxation: Relaxation | None = None
+        self.aim = PROVEN_GAP / 2
+        """Plans that are not better by this share are of no interest."""
 
     @property
     def limit(self) -> float:
         """Only plans below this are of interest."""
-        return self.value * (1 - PROVEN_GAP / 2) if np.isfinite(self.value) else np.inf
+        return self.value * (1 - self.aim) if np.isfinite(self.value) else np.inf
 
     def done(self) -> bool:
         if self.clock.over():
