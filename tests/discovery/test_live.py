@@ -26,6 +26,7 @@ from gpurt.hotchange import Cause
 from gpurt.hotchange import watcher as watcher_module
 from gpurt.identity import device_identity
 from gpurt.sources.host import HostMemory
+from gpurt.testing.loops import PATIENCE
 from gpurt.testing.simulated import create_simulated
 from gpurt.types import DeviceState, GPUDevice
 from gpurt.usable_memory import MemorySettings, total_usable_bytes
@@ -361,7 +362,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestHotChange:
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 await asyncio.sleep(0.002)
 
@@ -384,7 +385,7 @@ class TestHotChange:
             await self.until(lambda: watched == [2] and service._watcher._marks is not None)
             host.shows["cuda"] = (device(0), device(1))
             put(root, "dev/nvidia1")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 assert kinds([await arriving]) == [("added", UUIDS[1])]
             await self.until(lambda: watched == [2, 3])
             await service.shutdown()
@@ -637,6 +638,6 @@ def held_bytes() -> int:
 
 async def settled_threads() -> None:
     """Threads of calls that have ended take a moment to end, too."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while any(thread.name.startswith("gpurt") for thread in threading.enumerate()):
             await asyncio.sleep(0.001)
