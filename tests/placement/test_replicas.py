@@ -11,6 +11,7 @@ import pytest
 from gpurt.placement import (
     Constraints,
     ConstraintSatisfactionPlacement,
+    DomainLimit,
     InfeasiblePlacement,
     InvalidPlacementInput,
     InvalidPlan,
@@ -170,3 +171,25 @@ async def test_a_cancelled_search_for_replicas_returns_at_once() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert time.perf_counter() - begin < 0.1
+
+
+def test_a_rule_that_a_share_knows_nothing_of_is_none_there() -> None:
+    devices = [device("a", 1200, labels={"power": "x"}), device("b", 1200)]
+    rules = Constraints(replicas=2, domain_limits=(DomainLimit(domain="power", stages=1),))
+    assert sorted(solve_replicas(MODEL, devices, Topology(), rules).devices) == ["a", "b"]
+
+
+def test_pins_that_contradict_each_other_on_one_share_alone() -> None:
+    """On a and b, or c and d, one device would come before and after the other."""
+    names = (frozenset("ac"), frozenset("bd"), frozenset("af"))
+    pins = tuple(Pin(start=place, end=place + 1, devices=each) for place, each in enumerate(names))
+    rules = Constraints(replicas=2, pins=pins)
+    with pytest.raises(InfeasiblePlacement) as caught:
+        solve_replicas(MODEL, [device(name, 1200) for name in "abcdef"], Topology(), rules)
+    assert caught.value.constraint == "replicas"
+
+
+def test_a_domain_that_nobody_has_names_its_field() -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        solve_replicas(MODEL, [device("a"), device("b")], Topology(), Constraints(replicas=2, replica_domain="powr"))
+    assert caught.value.field == "constraints.replica_domain"

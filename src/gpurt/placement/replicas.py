@@ -15,7 +15,7 @@ from gpurt.placement.aside import aside
 from gpurt.placement.clock import Clock
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.errors import InfeasiblePlacement, PlacementCancelled, PlacementTimeout
+from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementCancelled, PlacementTimeout
 from gpurt.placement.incumbent import PROVEN_GAP
 from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.plan import Plan
@@ -55,6 +55,9 @@ def solve_replicas(
     check_search(time_budget, target_gap, seed)
     check_types(model, devices, topology, constraints)
     check_inputs(model, devices, topology, constraints)
+    domain = constraints.replica_domain
+    if domain is not None and all(device.domain(domain) is None for device in devices):
+        raise InvalidPlacementInput(f"no device has a domain {domain!r}", field="constraints.replica_domain")
     devices = sorted(devices, key=lambda device: device.id)
     search = _Search(model, topology, constraints, kind, Clock(time_budget, cancelled), target_gap, seed)
     found = search.run(devices)
@@ -169,7 +172,9 @@ class _Search:
                 time_budget=max(0.01, seconds), target_gap=self.target_gap, seed=self.seed,
                 cancelled=self.clock.cancelled,
             )  # fmt: skip
-        except InfeasiblePlacement:
+        except (InfeasiblePlacement, InvalidPlacementInput):
+            # All inputs together are valid: what contradicts itself on a share alone (pins that name one device of it
+            # by turns) only says that there is no plan on that share.
             plan = None
         except (PlacementTimeout, PlacementCancelled):
             return None
@@ -192,6 +197,9 @@ class _Search:
                 # A node that is divided may be used by another share.
                 "require_nodes": frozenset(name for name in rules.require_nodes & nodes if self.nodes[name] <= ids),
                 "stage_layers": tuple(entry for entry in rules.stage_layers if entry.device in ids),
+                "domain_limits": tuple(
+                    limit for limit in rules.domain_limits if any(each.domain(limit.domain) for each in share)
+                ),
             }
         )
 
@@ -202,6 +210,8 @@ class _Search:
             left = list(blocks)
             plans: list[Plan] = []
             for number in range(self.constraints.replicas):
+                if self.clock.over():
+                    return None
                 share = [device for block in left for device in block]
                 plan = self._solve(share, seconds / self.constraints.replicas)
                 if plan is None:
@@ -220,6 +230,8 @@ class _Search:
         def attempt(seconds: float) -> list[Plan] | None:
             plans: list[Plan] = []
             for share in shares:
+                if self.clock.over():
+                    return None
                 plan = self._solve(share, seconds / len(shares))
                 if plan is None:
                     return None
@@ -250,6 +262,8 @@ class _Search:
                 continue
             plans: list[Plan] = []
             for share in shares:
+                if self.clock.over():
+                    return best
                 plan = self._solve(share, self.clock.left)
                 if plan is None:
                     known &= frozenset(device.id for device in share) in self.solved
