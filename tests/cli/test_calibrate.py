@@ -96,6 +96,7 @@ def test_the_processor_of_this_machine(registry: Path, capsys: pytest.CaptureFix
         (["--device", "cpu:7"], "no such device; there are cpu:0"),
         (["--device", "cpu:0", "--device", "cuda:0"], "one backend at a time"),
         (["--backend", "warp-drive"], "warp-drive"),
+        (["--weights", "/nonexist"], "'/nonexist' is no directory"),
     ],
 )
 def test_bad_arguments_are_one_line(

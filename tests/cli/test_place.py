@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpurt.cli import place_inputs
+from gpurt.cli import observing, place_inputs
 from gpurt.cli.main import main
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
 from gpurt.cluster.master import MasterConfig
@@ -109,7 +109,14 @@ def test_estimated_and_simulated_are_marked(files: Files) -> None:
     _, said = files.place()
     stages = [line for line in said.splitlines() if re.match(r"│ \d", line)]
     assert stages
-    assert all(line.count("~") == 2 and "(simulated)" in line for line in stages)
+    assert all(line.count("~") == 2 for line in stages)
+    assert said.count("simulated") == 1, "said once where it is so of all"
+    assert "all devices are simulated" in said
+    some = frozenset({files.inventory.devices[0].id})
+    files.keep(simulated=some)
+    _, said = files.place("--require", next(iter(some)))
+    assert "all devices are simulated" not in said
+    assert "(simulated)" in said
     assert re.search(r"^~.* per token", said, re.MULTILINE)
     assert "~ not measured" in said
 
@@ -138,6 +145,7 @@ def test_no_plan_is_exit_code_one_with_reasons(files: Files) -> None:
     told = json.loads(said.splitlines()[-1])
     assert told["constraint"] == told["report"]["constraint"] == "max_stages"
     assert told["report"]["relaxations"]
+    assert said.startswith('{"status":"infeasible","constraint":"max_stages"')
 
 
 def test_every_rule_reaches_the_plan(files: Files) -> None:
@@ -159,7 +167,7 @@ def test_every_rule_reaches_the_plan(files: Files) -> None:
     ("options", "said"),
     [
         (["--require", "n77"], "--require: there is no device or node 'n77'"),
-        (["--pin", "0-99=n0000"], "constraints.pins.0.end: the model has 32 layers"),
+        (["--pin", "0-99=n0000"], "--pin '0-99=n0000': the model has layers 0 to 31"),
         (["--min-stages", "3", "--max-stages", "2"], "max_stages is below min_stages"),
         (["--quantisation", "q4_k_m"], "a model specification has its own"),
     ],
@@ -239,6 +247,36 @@ def test_a_wrong_inventory_names_its_field(tmp_path: Path) -> None:
     with pytest.raises(InvalidPlacementInput) as caught:
         place_inputs.read_inventory(str(file))
     assert caught.value.field == "devices.0.usable_bytes"
+    assert str(caught.value).startswith(f"{file}: devices.0.usable_bytes: ")
+    assert "in Inventory" not in str(caught.value)
+    file.write_text(json.dumps({"devices": []}))
+    with pytest.raises(InvalidPlacementInput) as caught:
+        place_inputs.read_inventory(str(file))
+    assert str(caught.value) == f"{file}: devices: there is no device"
+
+
+def test_the_model_is_looked_at_before_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["place", str(tmp_path / "none.json"), "--cluster", str(tmp_path / "none-either.json")]) == 2
+    assert "none.json' cannot be read" in capsys.readouterr().err
+
+
+def test_the_way_back_is_labelled_and_the_width_is_that_of_columns(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    _, said = files.place("--min-stages", "2")
+    rows = [line for line in said.splitlines() if line[:1] in "┏┡│└"]
+    assert rows
+    assert max(map(len, rows)) <= 100
+    assert sum(" back │" in line for line in rows) == 1
+    assert "back: the way of a token from the last stage to the first" in said
+
+
+async def test_nobody_at_a_nats_address_is_told_of_nats() -> None:
+    error = observing._nobody("nats://127.0.0.1:4222", 5.0)
+    assert "no NATS server with JetStream answers at nats://127.0.0.1:4222" in str(error)
+    assert "nats-server -js" in str(error)
+    assert "gpurt master" not in str(error)
 
 
 def test_numbers_of_hundreds_of_digits_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

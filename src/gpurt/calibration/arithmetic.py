@@ -13,7 +13,7 @@ from gpurt.calibration import sources
 from gpurt.calibration.rate import ROUND_S, Clock, rate
 from gpurt.errors import BackendClosed, DeviceLost, GPUError, WrongLoop
 from gpurt.offload import off_loop
-from gpurt.types import Capabilities, GPUDevice, Kernel, MemoryHandle
+from gpurt.types import Capabilities, DeviceKind, GPUDevice, Kernel, MemoryHandle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +84,9 @@ class Arithmetic:
         return await self._figure(sources.ADD, sources.SOURCES, partial(self._busy, sources.FLOPS))
 
     async def multiply_matrices(self) -> Figure:
-        """FLOP/s of matrix units in bfloat16."""
+        """FLOP/s of matrix units in bfloat16; of a processor there is nothing to say."""
+        if self._device.kind is DeviceKind.CPU:
+            return Figure(None)
         if self._language is not None:
             capability = (self._device.compute_capability or "").partition(".")[0]
             known = self._language in sources.MATRIX_SOURCES and capability.isdigit()

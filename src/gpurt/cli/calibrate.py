@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
+from gpurt.printable import quoted
 
 if TYPE_CHECKING:
     from gpurt.calibration import Calibration
@@ -40,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
     backends = {name.partition(":")[0] for name in args.device or ()}
     if args.backend is None and len(backends) > 1:
         raise GPUError("devices of one backend at a time", operation="calibrate --device", hint="run it once for each")
+    if args.weights is not None and not os.access(args.weights, os.W_OK | os.X_OK):
+        what = "cannot be written to" if os.path.isdir(args.weights) else "is no directory"
+        raise GPUError(f"{quoted(args.weights)} {what}", operation="calibrate --weights")
     results = run_command(_calibrate(args, args.backend or next(iter(backends), None)))
     if args.json:
         document = {"schema": 1, "devices": [_document(result) for result in results]}

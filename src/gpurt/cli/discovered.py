@@ -99,7 +99,9 @@ def make_console() -> Console:
 
     from gpurt.discovery.report import WIDTH_WITHOUT_TERMINAL
 
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    # With None, rich asks COLUMNS and then the terminal.
+    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    width = None if told else WIDTH_WITHOUT_TERMINAL
     return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
 
 

@@ -13,6 +13,7 @@ from gpurt.errors import GPUError
 
 if TYPE_CHECKING:
     from gpurt.cluster.bus import EventEngine
+    from gpurt.cluster.errors import BusUnavailable
     from gpurt.cluster.master import Master, MasterConfig
     from gpurt.cluster.security.identity import Identity
     from gpurt.cluster.view import MasterView
@@ -103,10 +104,7 @@ async def observing(
     try:
         await asyncio.wait({watching, ready}, timeout=connect_s, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done() and not watching.done():
-            raise BusUnavailable(
-                f"no hub of a cluster answers at {config.endpoint} within {connect_s:g} s",
-                hint=f"start it with gpurt master --listen {config.endpoint}, or give --endpoint",
-            )
+            raise _nobody(config.endpoint, connect_s)
         if watching.done():
             watching.result()
         watching.add_done_callback(failed)
@@ -122,3 +120,18 @@ async def observing(
         watching.remove_done_callback(failed)
         watching.cancel()
         await asyncio.wait({watching})
+
+
+def _nobody(endpoint: str, seconds: float) -> BusUnavailable:
+    from gpurt.cluster.endpoints import is_nats
+    from gpurt.cluster.errors import BusUnavailable
+
+    if is_nats(endpoint):
+        return BusUnavailable(
+            f"no NATS server with JetStream answers at {endpoint} within {seconds:g} s",
+            hint="start one with nats-server -js, or give --endpoint",
+        )
+    return BusUnavailable(
+        f"no hub of a cluster answers at {endpoint} within {seconds:g} s",
+        hint=f"start it with gpurt master --listen {endpoint}, or give --endpoint",
+    )

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--quantisation", metavar="NAME", help="of the weights, in place of the config.json's: q4_k_m")
     parser.add_argument("--dtype", metavar="NAME", help="of computation, in place of the config.json's: bfloat16")
+    parser.add_argument("--config", metavar="FILE", help="the config.json of safetensors that have none beside them")
     parser.add_argument("--registry", metavar="PATH", help="of this machine (default: in the user's state directory)")
     place_rules.add_arguments(parser)
     parser.add_argument(
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         GPUError: the model or the cluster cannot be read or reached, or options contradict each other.
         PlacementTimeout: neither a plan nor a proof that there is none in the time.
     """
-    model = place_inputs.read_model(args.model, quantisation=args.quantisation, dtype=args.dtype)
+    model = place_inputs.read_model(args.model, quantisation=args.quantisation, dtype=args.dtype, config=args.config)
+    place_rules.check_model(args, model)
     if args.cluster in (None, place_inputs.LIVE):
         inventory = run_command(place_inputs.inventory_for(args))
     else:
@@ -120,7 +122,7 @@ class _Placed:
         from gpurt.cli.place_picture import render, render_lines
 
         console = make_console()
-        for part in render(plan, self.inventory):
+        for part in render(plan, self.inventory, console.width):
             console.print(part, soft_wrap=isinstance(part, Text))
         if self.args.explain:
             for line in render_lines(("", "why:", *(f"- {text}" for text in self._explanation(plan)))):
@@ -145,7 +147,8 @@ class _Placed:
 
         if self.args.json:
             report = error.report and error.report.model_dump(mode="json")
-            _write(json.dumps({"constraint": error.constraint, "message": error.message, "report": report}))
+            told = {"status": "infeasible", "constraint": error.constraint, "message": error.message, "report": report}
+            _write(json.dumps(told, ensure_ascii=False, separators=(",", ":")))  # as the plan is written
             return
         console = make_console()
         left_out = [f"Not usable at all, {name}: {reason}." for name, reason in self.inventory.left_out.items()]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpurt.cli import observing
 from gpurt.errors import GPUError
+from gpurt.placement.errors import blamed_on
+from gpurt.placement.inputs import check_devices
 from gpurt.placement.inventory import Inventory, inventory_of
 from gpurt.printable import quoted
 
@@ -26,26 +28,32 @@ SETTLE_S: Final = 3.0
 _LOOK_S: Final = 0.02
 
 
-def read_model(path: str, *, quantisation: str | None = None, dtype: str | None = None) -> ModelSpec:
+def read_model(
+    path: str, *, quantisation: str | None = None, dtype: str | None = None, config: str | None = None
+) -> ModelSpec:
     """A model from whichever file there is: GGUF, safetensors or its index, ``config.json``, a folder with one of
     the last three, or a :class:`~gpurt.placement.ModelSpec` as JSON. Where a folder has weights, they are believed.
+    ``config`` is the ``config.json`` of safetensors that have none beside them.
 
     Raises:
         GPUError: there is no such file, or it is none of these.
         InvalidPlacementInput: it is one, with something wrong in it.
     """
     from gpurt.placement import ModelSpec
+    from gpurt.placement.spec_safetensors import spec_from_safetensors
 
     place = Path(path)
     name = place.name.lower()
     weights = name.endswith((".gguf", ".safetensors", ".safetensors.index.json")) or any(place.glob("*.safetensors"))
+    if config is not None and (not weights or name.endswith(".gguf")):
+        raise GPUError("--config is for safetensors: every other file says itself what the model is")
     if weights and (quantisation or dtype):
         raise GPUError("--quantisation and --dtype are for a config.json: weights say how they are stored")
     try:
         if name.endswith(".gguf"):
             return ModelSpec.from_gguf(place)
         if weights:
-            return ModelSpec.from_safetensors(place)
+            return spec_from_safetensors(place, config=config)
         if place.is_dir():
             return ModelSpec.from_config(place, quantisation=quantisation, dtype=dtype)
         document = _document(place)
@@ -53,7 +61,8 @@ def read_model(path: str, *, quantisation: str | None = None, dtype: str | None 
             return ModelSpec.from_config(place, quantisation=quantisation, dtype=dtype)
         if quantisation or dtype:
             raise GPUError("--quantisation and --dtype are for a config.json: a model specification has its own")
-        return ModelSpec.model_validate(document)
+        with blamed_on(path):
+            return ModelSpec.model_validate(document)
     except OSError as exc:
         raise _unreadable(path, exc) from exc
 
@@ -70,16 +79,23 @@ def read_inventory(path: str) -> Inventory:
     except OSError as exc:
         raise _unreadable(path, exc) from exc
     if "nodes" not in document:
-        return Inventory.model_validate(document)
+        with blamed_on(path):
+            inventory = Inventory.model_validate(document)
+            check_devices(inventory.devices, inventory.topology)
+        return inventory
     from pydantic import ValidationError
 
     from gpurt.cluster.envelope import summary
     from gpurt.cluster.records import ClusterSnapshot
 
     try:
-        return inventory_of_snapshot(ClusterSnapshot.model_validate(document))
+        snapshot = ClusterSnapshot.model_validate(document)
     except ValidationError as exc:
         raise GPUError(f"{quoted(path)} is no snapshot of a cluster: {summary(exc)}") from exc
+    with blamed_on(path):
+        inventory = inventory_of_snapshot(snapshot)
+        check_devices(inventory.devices, inventory.topology)
+    return inventory
 
 
 def save_inventory(path: str, inventory: Inventory) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final
 
 from gpurt.placement.explanation import is_estimated
@@ -23,15 +23,24 @@ _PARTS: Final = (("weights", "#", "cyan"), ("kv", "+", "magenta"), ("activations
 _FREE: Final = "."
 _KEPT: Final = "-"
 _BAR_WIDTH: Final = 32
+_LEAST_BAR: Final = 8
 _NAME_WIDTH: Final = 44
+_BACK: Final = "back"
 
 
-def render(plan: Plan, inventory: Inventory) -> Iterator[RenderableType]:
-    """What to print, in order. A figure with a ``~`` rests on a table or an assumption."""
+def render(plan: Plan, inventory: Inventory, width: int) -> Iterator[RenderableType]:
+    """What to print, in order, in lines of ``width`` characters. A figure with a ``~`` rests on a table or an
+    assumption."""
     yield _line(_title(plan), "bold")
-    yield _stages(plan, inventory)
+    simulated = inventory.simulated & set(plan.devices)
+    if simulated == set(plan.devices):
+        yield _line("all devices are simulated", "bold")
+        simulated = frozenset[str]()  # said once, and not of each
+    yield _stages(plan, inventory, simulated)
+    if len(plan.stages) > 1:
+        yield _line(f"{_BACK}: the way of a token from the last stage to the first, for the next token", "dim")
     yield _line("")
-    yield from _bars(plan, inventory)
+    yield from _bars(plan, simulated, width)
     yield _line("")
     for text in totals(plan):
         yield _line(text)
@@ -70,7 +79,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _stages(plan: Plan, inventory: Inventory) -> Table:
+def _stages(plan: Plan, inventory: Inventory, simulated: Set[str]) -> Table:
     from rich.table import Table
 
     table = Table(header_style="bold")
@@ -79,12 +88,13 @@ def _stages(plan: Plan, inventory: Inventory) -> Table:
     for heading in ("weights", "KV", "activations", "time", "to next"):
         table.add_column(heading, justify="right", no_wrap=True)
     devices = {device.id: device for device in inventory.devices}
+    names = {device.id: device.name for device in inventory.devices}
     for number, stage in enumerate(plan.stages):
         mark = ESTIMATED if is_estimated(stage, devices) else ""
         first = (str(number + 1), f"{stage.start}-{stage.end - 1} ({stage.layers})")
         last = (f"{mark}{time_words(stage.seconds)}", _way(plan, number))
         for held in stage.held:
-            name = _label(held, stage, inventory)
+            name = _label(held, stage, names, simulated)
             sizes = (size_words(held.weights), size_words(held.kv), size_words(held.activations))
             cells = (first[0], name, stage.node, first[1], *sizes, *last)
             table.add_row(*(_cell(text) for text in cells))
@@ -97,49 +107,56 @@ def _way(plan: Plan, number: int) -> str:
     if len(plan.stages) == 1:
         return ""
     hop = plan.hops[number]
-    return f"{ESTIMATED if hop.estimated else ''}{time_words(hop.seconds)}"
+    last = number == len(plan.stages) - 1
+    return f"{ESTIMATED if hop.estimated else ''}{time_words(hop.seconds)}" + (f" {_BACK}" if last else "")
 
 
-def _label(held: DeviceBytes, stage: Stage, inventory: Inventory) -> str:
+def _label(held: DeviceBytes, stage: Stage, names: Mapping[str, str], simulated: Set[str]) -> str:
     """Without the node, which has a column of its own; with what people call the device."""
-    known = {device.id: device.name for device in inventory.devices}
     words = [held.device.removeprefix(f"{stage.node}/")]
-    if known.get(held.device):
-        words.append(known[held.device])
-    if held.device in inventory.simulated:
+    if names.get(held.device):
+        words.append(names[held.device])
+    if held.device in simulated:
         words.append("(simulated)")
     return " ".join(words)
 
 
-def _bars(plan: Plan, inventory: Inventory) -> Iterator[Text]:
+def _bars(plan: Plan, simulated: Set[str], line_width: int) -> Iterator[Text]:
     """Used and usable memory of each device of the plan, in its order."""
-    rows = [(held, stage) for stage in plan.stages for held in stage.held]
-    width = min(_NAME_WIDTH, max(len(held.device) for held, _ in rows))
-    for held, _ in rows:
-        simulated = " (simulated)" if held.device in inventory.simulated else ""
-        used = held.weights + held.kv + held.activations
-        name = printable(held.device)
-        name = name if len(name) <= width else "…" + name[1 - width :]
-        line = _line(f"{name:<{width}} ")
-        for letter, style in _filled(held):
+    rows = [held for stage in plan.stages for held in stage.held]
+    told = [_figures(held, simulated) for held in rows]
+    rest = line_width - max(map(len, told)) - len("  ")
+    names = [printable(held.device) for held in rows]
+    width = min(_NAME_WIDTH, max(map(len, names)), max(_LEAST_BAR, rest - _LEAST_BAR))
+    bar = max(_LEAST_BAR, min(_BAR_WIDTH, rest - width))
+    for held, name, figures in zip(rows, names, told, strict=True):
+        shown = name if len(name) <= width else "…" + name[1 - width :]
+        line = _line(f"{shown:<{width}} ")
+        for letter, style in _filled(held, bar):
             line.append(letter, style=style)
-        line.append(f" {size_words(used)} / {size_words(held.usable)}, {size_words(held.reserve)} kept free{simulated}")
+        line.append(f" {figures}")
         yield line
     letters = ", ".join(f"{letter} {name}" for name, letter, _ in _PARTS)
     yield _line(f"{'':<{width}} {letters}, {_FREE} free, {_KEPT} kept free", "dim")
 
 
-def _filled(held: DeviceBytes) -> Iterator[tuple[str, str]]:
+def _figures(held: DeviceBytes, simulated: Set[str]) -> str:
+    used = held.weights + held.kv + held.activations
+    mark = " (simulated)" if held.device in simulated else ""
+    return f"{size_words(used)} / {size_words(held.usable)}, {size_words(held.reserve)} kept free{mark}"
+
+
+def _filled(held: DeviceBytes, width: int) -> Iterator[tuple[str, str]]:
     """The bar of a device, letter by letter with its colour. Rounded so that something is never nothing."""
     sizes = [int(getattr(held, name)) for name, _, _ in _PARTS]
-    scale = _BAR_WIDTH / max(1, held.usable)
+    scale = width / max(1, held.usable)
     drawn = 0
     for (_, letter, style), size in zip(_PARTS, sizes, strict=True):
-        number = min(_BAR_WIDTH - drawn, max(1, round(size * scale)) if size else 0)
+        number = min(width - drawn, max(1, round(size * scale)) if size else 0)
         drawn += number
         yield letter * number, style
-    kept = min(_BAR_WIDTH - drawn, round(held.reserve * scale))
-    yield _FREE * (_BAR_WIDTH - drawn - kept), "dim"
+    kept = min(width - drawn, round(held.reserve * scale))
+    yield _FREE * (width - drawn - kept), "dim"
     yield _KEPT * kept, "dim"
 
 

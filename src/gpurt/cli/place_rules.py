@@ -63,6 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rules.add_argument("--same-backend", action="store_true", help="all stages use one backend")
 
 
+def check_model(args: argparse.Namespace, model: ModelSpec) -> None:
+    """What can be told of the rules without any device.
+
+    Raises:
+        GPUError: layers are pinned that the model does not have.
+    """
+    for start, end, names in args.pin:
+        if end > model.layer_count:
+            layers = f"{start}-{end - 1}" if end - start > 1 else str(start)
+            raise GPUError(
+                f"--pin {quoted(f'{layers}={chr(44).join(names)}')}: the model has layers 0 to {model.layer_count - 1}"
+            )
+
+
 def constraints_of(args: argparse.Namespace, model: ModelSpec, inventory: Inventory) -> Constraints:
     """
     Raises:

@@ -273,10 +273,10 @@ def _message(report: InfeasibilityReport, rules: Constraints) -> str:
     if kind is Kind.MEMORY:
         return (
             f"{size_words(report.need_bytes)} are needed and {size_words(report.usable_bytes)} usable, "
-            f"{size_words(report.short_bytes)} short; {short}{stranded}"
+            f"{size_words(report.short_bytes)} short; {report.room()}{stranded}"
         )
     if kind is Kind.LAYERS:
-        return f"{short}{stranded}"
+        return f"{report.room()}{stranded}"
     if kind is Kind.ENDS:
         return f"{short} beside the embedding and the head"
     if kind is Kind.CAPABILITY:

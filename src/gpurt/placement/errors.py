@@ -34,18 +34,24 @@ class InvalidPlacementInput(PlacementError, ValueError):
     Attributes:
         field: dotted path of the field that is wrong (``"layers.3.weight_bytes"``).
         path: the file that has it, or None.
+        record: the kind of record that has it (``"Workload"``), where that is known.
     """
 
-    _extra = ("field", "path")
+    _extra = ("field", "path", "record")
 
-    def __init__(self, message: str, *, field: str, path: str | None = None, **context: Any) -> None:
+    def __init__(
+        self, message: str, *, field: str, path: str | None = None, record: str | None = None, **context: Any
+    ) -> None:
         super().__init__(message, **context)
         self.field = field
         self.path = path
+        self.record = record
 
     def __str__(self) -> str:
-        where = "" if self.path is None else f"{shortened(self.path)}: "
-        return f"{where}{self.field}: {super().__str__()}"
+        told = f"{self.field}: {super().__str__()}"
+        if self.path is not None:
+            return f"{shortened(self.path)}: {told}"
+        return told if self.record is None else f"{told} (in {self.record})"
 
 
 @contextmanager

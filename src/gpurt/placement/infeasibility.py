@@ -178,6 +178,17 @@ class InfeasibilityReport(PlacementRecord):
     complete: bool
     """Every kind of relaxation was tried to the end; else time was short."""
 
+    def room(self) -> str:
+        """How many layers find room: by what each device has alone, and where that is fewer, with all the rest."""
+        alone = min(self.layers, sum(device.layers for device in self.devices))
+        all_layers = counted(self.layers, "layer")
+        if alone <= self.placeable_layers:
+            return f"{self.placeable_layers:,} of {all_layers} find room"
+        return (
+            f"{alone:,} of {all_layers} fit on the devices, each by itself, and {self.placeable_layers:,} with the "
+            "embedding, the head and the number of stages allowed"
+        )
+
     def explain(self) -> str:
         """Lines for people: what cannot be kept, how much is missing, who takes no part and what would help."""
         lines = [f"No plan for {self.model}: {self.message}."]
@@ -187,11 +198,7 @@ class InfeasibilityReport(PlacementRecord):
                 f"{counted(len(self.devices), 'device')}"
                 + (f": {size_words(self.short_bytes)} short." if self.short_bytes else ".")
             )
-            lines.append(
-                f"{self.placeable_layers:,} of {counted(self.layers, 'layer')} find room"
-                + (f", {self.short_layers:,} do not" if self.short_layers else "")
-                + f"; whole layers leave {size_words(self.stranded_bytes)} unused."
-            )
+            lines.append(f"{self.room()}; whole layers leave {size_words(self.stranded_bytes)} unused.")
         others = [kind.value for kind in self.conflicts if kind is not self.constraint]
         if others:
             lines.append(f"Giving up one of these alone would do, too: {listed(others)}.")

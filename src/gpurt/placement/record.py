@@ -24,7 +24,7 @@ def invalid_input(kind: str, error: ValidationError) -> InvalidPlacementInput:
     if isinstance(cause, InvalidPlacementInput):
         return InvalidPlacementInput(cause.message, field=".".join([*path, cause.field]))
     message = first["msg"].removeprefix("Value error, ")
-    return InvalidPlacementInput(f"{message} (in {kind})", field=".".join(path) or kind)
+    return InvalidPlacementInput(message, field=".".join(path) or kind, record=kind)
 
 
 class PlacementRecord(BaseModel):
