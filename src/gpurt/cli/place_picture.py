@@ -33,7 +33,7 @@ def render(plan: Plan, inventory: Inventory, width: int) -> Iterator[RenderableT
     assumption."""
     yield _line(_title(plan), "bold")
     simulated = inventory.simulated & set(plan.devices)
-    if simulated == set(plan.devices):
+    if len(simulated) == len(plan.devices):
         yield _line("all devices are simulated", "bold")
         simulated = frozenset[str]()  # said once, and not of each
     yield _stages(plan, inventory, simulated)

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class InvalidPlacementInput(PlacementError, ValueError):
 
 
 @contextmanager
-def blamed_on(path: str | None) -> Iterator[None]:
+def blamed_on(path: str | None) -> Generator[None]:
     """What is wrong with an input inside is wrong with that file, unless a file is named already or there is none."""
     try:
         yield
