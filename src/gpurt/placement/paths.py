@@ -52,6 +52,7 @@ class PathRelaxation:
         self._narrow, self._wide = _split(self._inner)
         self._last = np.ascontiguousarray(cost.last.T[:, visits.unit])
         self._ways = instance.hop[:, visits.unit[visits.source], visits.unit[visits.target]]
+        self._plain = np.array_equal(visits.unit, np.arange(instance.size))
         self._by_unit = np.argsort(visits.unit, kind="stable")
         self._unit_starts = np.searchsorted(visits.unit[self._by_unit], np.arange(instance.size))
         self._target, self._target_starts = np.unique(visits.target, return_index=True)
@@ -66,7 +67,7 @@ class PathRelaxation:
 
     def _units(self, state: Floats) -> Floats:
         """``[u]``: least over the states of each unit."""
-        if len(state) == len(self._unit_starts):
+        if self._plain:
             return state
         return np.minimum.reduceat(state[self._by_unit], self._unit_starts)
 
