@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     state = tempfile.TemporaryDirectory(prefix="gpurt-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(state.cleanup)
     os.environ["XDG_STATE_HOME"] = state.name
+    # Tables are as wide as the terminal that pytest runs in says, also in its workers: tests look at whole ones.
+    os.environ.pop("COLUMNS", None)
     # An installed gpurt brings its plugin by entry point; a source tree on PYTHONPATH does not.
     if not config.pluginmanager.has_plugin("gpurt"):
         config.pluginmanager.import_plugin("gpurt.testing.plugin")

@@ -66,6 +66,9 @@ class Dispatcher:
         self._routes = Routes(driver, max_pending, on_done=self._order.done, on_error=on_background_error, clock=clock)
         self._lost: dict[int, GPUError] = {}
         self._hung: set[int] = set()
+        # One thread for all devices: when a call hangs, nothing else of the library can run.
+        self._one_thread = driver.capabilities.threading == "backend"
+        self._used: set[int] = set()
         self._watch: asyncio.TimerHandle | None = None
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -187,6 +190,7 @@ class Dispatcher:
         """Raise what a new call on this device must fail with, if anything."""
         if index in self._lost:
             raise self._gone(index, device_id)
+        self._used.add(index)
         if self._hung and index in self._hung_now():
             raise self._unresponsive(index, device_id)
 
@@ -195,7 +199,8 @@ class Dispatcher:
         return self._lost.get(index)
 
     def unresponsive(self, index: int) -> bool:
-        return index in self._hung_now()
+        hung = self._hung_now()
+        return index in hung or (self._one_thread and bool(hung - {CONTROL}))
 
     def mark_lost(self, index: int, error: GPUError) -> None:
         """The device is gone. Sticky; everybody who waits for it is told."""
@@ -218,7 +223,8 @@ class Dispatcher:
             f"the driver has not returned for more than {self._hang_after:g} s",
             backend=self._driver.name,
             device_id=device_id or (None if index == CONTROL else f"{self._driver.name}:{index}"),
-            hint="other devices go on; the state clears if the driver returns; see hang_after",
+            hint=("one thread serves all devices of this library" if self._one_thread else "other devices go on")
+            + "; the state clears if the driver returns; see hang_after",
         )
 
     def _hung_now(self) -> set[int]:
@@ -228,7 +234,7 @@ class Dispatcher:
             since, job = queue.lane.running_since, queue.lane.running
             if since is not None and job is not None and now - since >= self._hang_after:
                 hung.update(job.device_indexes)
-        return hung
+        return hung | self._used if self._one_thread and hung - {CONTROL} else hung
 
     def _interrupt(self, index: int, error: Callable[[int], BaseException]) -> None:
         # An error of its own for each: callers add their context to what they catch.
