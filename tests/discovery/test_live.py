@@ -637,7 +637,9 @@ def held_bytes() -> int:
 
 
 async def settled_threads() -> None:
-    """Threads of calls that have ended take a moment to end, too."""
+    """Threads of calls that have ended take a moment to end, too. The helper of host copies is the process's own."""
     async with asyncio.timeout(PATIENCE):
-        while any(thread.name.startswith("gpurt") for thread in threading.enumerate()):
+        while any(
+            thread.name.startswith("gpurt") and thread.name != "gpurt:hostcopy" for thread in threading.enumerate()
+        ):
             await asyncio.sleep(0.001)
