@@ -13,8 +13,8 @@ from gpurt.backends.host_copy import SHARED_BYTES, STRIPES, copy_host
 
 
 @pytest.fixture(autouse=True)
-def _two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_cpus", lambda: 2)
+def _cpus_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "_cpus", lambda: host_copy.LEAST_CPUS)
     monkeypatch.setattr(host_copy, "_helper", host_copy._Helper())
 
 
@@ -62,6 +62,14 @@ def test_the_caller_does_not_wait_for_a_helper_that_does_not_come(monkeypatch: p
     target[:] = 0
     late[0].help()  # comes too late and touches nothing
     assert not target.any()
+
+
+def test_two_cpus_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "_cpus", lambda: 2)
+    monkeypatch.setattr(host_copy._Helper, "ask", lambda self, shared: pytest.fail("asked"))
+    source, target = _content(SHARED_BYTES), np.zeros(SHARED_BYTES, np.uint8)
+    copy_host(target, source)
+    assert np.array_equal(target, source)
 
 
 def test_a_second_copy_beside_it_is_made_by_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ SHARED_BYTES: Final = 8 << 20
 STRIPES: Final = 8
 """Few, because each takes the GIL once, which a busy event loop gives away every 5 ms; and more than two, so that the
 faster of both threads does more."""
+LEAST_CPUS: Final = 3
+"""With two, a helper that has to share its CPU with the process's other work holds its stripe for milliseconds: copies of
+64 MiB took twice as long beside one busy thread, and a tenth less without."""
 _PAGE: Final = 4096
 
 
@@ -101,7 +104,7 @@ def copy_host(target: Array, source: Array) -> None:
     import numpy as np
 
     helper = _helper
-    if len(target) < SHARED_BYTES or _cpus() < 2 or not helper.free.acquire(blocking=False):
+    if len(target) < SHARED_BYTES or _cpus() < LEAST_CPUS or not helper.free.acquire(blocking=False):
         np.copyto(target, source)
         return
     try:
