@@ -29,8 +29,8 @@ STRIPES: Final = 8
 """Few, because each takes the GIL once, which a busy event loop gives away every 5 ms; and more than two, so that the
 faster of both threads does more."""
 LEAST_CPUS: Final = 3
-"""With two, a helper that has to share its CPU with the process's other work holds its stripe for milliseconds: copies of
-64 MiB took twice as long beside one busy thread, and a tenth less without."""
+"""With two, a helper that has to share its CPU with other work holds its stripe for milliseconds: copies of 64 MiB took
+twice as long beside one busy thread, and a tenth less without."""
 _PAGE: Final = 4096
 
 
