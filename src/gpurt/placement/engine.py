@@ -123,7 +123,9 @@ class Engine(Incumbent):
         return improve(paths, prices, lambda: self.limit, rounds=rounds, stop=stop, gap=self.target / 2, scale=scale)
 
     def _relaxed(self, paths: PathRelaxation, prices: Prices) -> None:
+        begin = monotonic()
         self.relaxation = paths.solve(prices, limit=self.limit)
+        self.took = monotonic() - begin
         self.raise_bound(self.relaxation.bound, "paths")
 
     def _linear(self) -> bool:
@@ -157,7 +159,7 @@ class Engine(Incumbent):
         Fewer units matter for that."""
         rough = Engine(self.instance, self.clock, seed=self.seed, target_gap=_ROUGH, floor=self.bound)
         rough.aim = 0.9 * _ROUGH
-        rough.value, rough.steps, rough.relaxation = self.value, self.steps, self.relaxation
+        rough.value, rough.steps, rough.relaxation, rough.took = self.value, self.steps, self.relaxation, self.took
         rough._reduce()
         rough._remember(self.clock.left)
         found = rough.found()
@@ -168,7 +170,8 @@ class Engine(Incumbent):
         """Raise the bound with paths that remember, and leave out units as it rises. Whether all is done."""
         over = self.clock.slice(seconds)
         scale, states = 0.5, GROUP_STATES
-        while not over() and not self.done():
+        # What is begun is finished, so nothing is begun that takes longer than there is time.
+        while not over() and not self.done() and self.clock.left > self.took:
             relaxation = self.relaxation
             assert relaxation is not None
             before, gap = self.bound, self.value - self.bound
@@ -178,6 +181,8 @@ class Engine(Incumbent):
             near = np.sort(np.argsort(through, kind="stable")[:_PROMISING])
             part = PathRelaxation(self.instance.of(near), visits.of(near)[0])
             found, _ = self._improve(part, prices.of(near), rounds=10, seconds=self.clock.left * 0.3, scale=scale)
+            if self.clock.left < 0.7 * self.took:
+                break
             home = prices.home.copy()
             home[near] = found.home
             self._relaxed(PathRelaxation(self.instance, visits), Prices(found.use, home))

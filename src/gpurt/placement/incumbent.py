@@ -51,6 +51,8 @@ class Incumbent:
         self.engines: list[str] = []
         self.proof: str | None = None
         self.relaxation: Relaxation | None = None
+        self.took = 0.0
+        """Seconds of the last relaxation."""
         self.aim = PROVEN_GAP / 2
         """Plans that are not better by this share are of no interest."""
 

@@ -13,7 +13,7 @@ from gpurt.placement.assembly import assemble
 from gpurt.placement.bottleneck import least_bottleneck, least_sum
 from gpurt.placement.building import build_instance
 from gpurt.placement.clock import Clock
-from gpurt.placement.constraints import Constraints, ObjectiveKind
+from gpurt.placement.constraints import Constraints, ObjectiveKind, Workload
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.diagnosis import counted_out, refusal
 from gpurt.placement.engine import Engine
@@ -30,7 +30,7 @@ from gpurt.placement.validation import validate_plan
 DEFAULT_BUDGET: Final = 10.0
 """Seconds; a plan that is proved sooner is returned sooner."""
 _FIRST_TRY: Final = 0.9
-"""Share of the time for the search among all devices."""
+"""Share of the time for the search among all devices where there are rules that may leave room for few plans."""
 
 
 class ConstraintSatisfactionPlacement:
@@ -81,10 +81,12 @@ class ConstraintSatisfactionPlacement:
         best: tuple[Instance, Found] | None = None
         bound = np.inf
         parts = _parts(model, devices, constraints)
+        ruled = constraints.model_copy(update={"workload": Workload()}) != Constraints()
         for place, part in enumerate(parts):
             if cancelled():
                 break
-            share = Clock(max(0.01, _FIRST_TRY * clock.left / (len(parts) - place)), cancelled)
+            first = (_FIRST_TRY if ruled else 1.0) * clock.left
+            share = Clock(max(0.01, first / (len(parts) - place)), cancelled)
             instance = build_instance(model, part, topology, constraints)
             found = _solve(instance, kind, share, seed=seed, target_gap=target_gap)
             if not instance.complete:
