@@ -194,9 +194,14 @@ class Beam:
         guess = enter + (self.onward[start][after] + (home[:, None] - self.price[live]))
         guess[after < 0] = np.inf
         row, place = np.nonzero(guess < self.ceiling)
+        room = 3 * self.width
+        if len(row) > 4 * room:
+            # More than can be kept, whatever is free.
+            self.exhausted = False
+            keep = np.argpartition(guess[row, place], 4 * room)[: 4 * room]
+            row, place = row[keep], place[keep]
         free = self._free(state, row, live[place])
         row, place = row[free], place[free]
-        room = 3 * self.width
         if len(row) > room:
             self.exhausted = False
             keep = np.argpartition(guess[row, place], room)[:room]
