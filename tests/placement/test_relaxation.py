@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gpurt.placement import ConstraintSatisfactionPlacement
+from gpurt.placement import paths as paths_module
 from gpurt.placement.beam import Beam
 from gpurt.placement.bottleneck import least_bottleneck
 from gpurt.placement.building import build_instance
@@ -44,9 +45,15 @@ def some_prices(instance: Instance, seed: int, scale: float) -> Prices:
     return Prices(use, random.normal(0, scale, instance.size))
 
 
+@pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("varied", [False, True])
 @pytest.mark.parametrize("rules", [False, True])
-def test_bounds_and_what_they_leave_out(varied: bool, rules: bool) -> None:
+def test_bounds_and_what_they_leave_out(
+    varied: bool, rules: bool, coarse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if coarse:
+        # Hops rounded down, as among very many units.
+        monkeypatch.setattr(paths_module, "_COARSE", 0)
     seen = 0
     for seed in SEEDS:
         case = problem(seed, devices=5, layers=5, varied=varied, rules=rules)

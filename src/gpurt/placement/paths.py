@@ -13,7 +13,7 @@ plan that is at most its own way back, and good prices make it no less.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ _BLOCK: Final = 128
 """Rows of the table of hops looked at together: they stay in the cache."""
 _FIRST: Final = 16
 """Rows looked at first, to see which others matter."""
+
+
+_COARSE: Final = 400
+"""Units from which on hops are looked up in single precision, rounded down: half the memory to go through."""
+_SINGLE: Final = 2.0**-23
+
+Table = NDArray[np.floating[Any]]
 
 
 class PathRelaxation:
@@ -42,8 +49,9 @@ class PathRelaxation:
         hop = instance.hop
         if (visits.group >= 0).any():
             hop = np.where(visits.within()[None], np.inf, hop)
-        self._to = np.ascontiguousarray(hop.transpose(0, 2, 1))
-        self._from = np.ascontiguousarray(hop)
+        coarse = instance.size > _COARSE
+        self._from: Table = _below(hop) if coarse else np.ascontiguousarray(hop)
+        self._to: Table = np.ascontiguousarray(self._from.transpose(0, 2, 1))
         self._inner = np.ascontiguousarray(cost.inner.transpose(1, 2, 0)[:, :, visits.unit])
         """``[b, n, s]``"""
         self._nearest, self._nearest_to = self._from.min(axis=2), self._to.min(axis=2)
@@ -257,10 +265,17 @@ def _room(ceiling: float, cost: Floats) -> Floats:
     return ceiling - cost if ceiling < np.inf else np.full_like(cost, np.inf)
 
 
-def _cheapest(table: Floats, least: Floats, least_to: Floats, lead: Floats, most: Floats) -> Floats:
+def _below(values: Floats) -> NDArray[np.float32]:
+    """In single precision, never more."""
+    near = values.astype(np.float32)
+    return np.where(near > values, np.nextafter(near, np.float32(-np.inf)), near)
+
+
+def _cheapest(table: Table, least: Table, least_to: Table, lead: Floats, most: Floats) -> Floats:
     """``min over i of lead[i] + table[i, :]``, infinite where that is not below ``most``.
 
-    ``least`` and ``least_to`` are the least of each row and each column of the table.
+    ``least`` and ``least_to`` are the least of each row and each column of the table. With a table in single precision
+    the answer is rounded down.
     """
     found = np.full(len(least_to), np.inf)
     wanted = np.flatnonzero(lead.min() + least_to < most)
@@ -268,10 +283,15 @@ def _cheapest(table: Floats, least: Floats, least_to: Floats, lead: Floats, most
         return found
     few = 2 * len(wanted) < len(found)
     best = most[wanted] if few else most.copy()
+    coarse = table.dtype == np.float32
+    early: Table = _below(lead) if coarse else lead
 
     def look(rows: NDArray[np.intp]) -> None:
         part = table[np.ix_(rows, wanted)] if few else table[rows]
-        np.minimum(best, (part + lead[rows][:, None]).min(axis=0), out=best)
+        least_here: Floats = (part + early[rows][:, None]).min(axis=0).astype(np.float64)
+        if coarse:
+            least_here -= np.abs(least_here, where=least_here < np.inf, out=np.zeros_like(least_here)) * _SINGLE
+        np.minimum(best, least_here, out=best)
 
     first = min(_FIRST, len(lead))
     look(np.argpartition(lead, first - 1)[:first])
