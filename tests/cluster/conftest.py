@@ -15,7 +15,7 @@ from gpurt.cluster.keys import EVENTS, node_key
 from gpurt.cluster.nats_engine import NatsEngine
 from gpurt.cluster.nats_settings import NatsSettings, subject
 from gpurt.cluster.zenoh_engine import ZenohEngine
-from gpurt.cluster.zenoh_settings import ZenohSettings
+from gpurt.cluster.zenoh_settings import ZenohSettings, load_zenoh
 from tests.cluster.nats_server import shared_nats_server
 from tests.cluster.support import free_port
 
@@ -82,7 +82,8 @@ class Zenoh:
 
     async def inject(self, node: str, payload: bytes) -> None:
         session: Any = self.engines[-1]._session  # pyright: ignore[reportPrivateUsage]
-        session.put(node_key("test", node, EVENTS), payload)
+        # Not to be dropped for want of room in a queue, which is zenoh's default.
+        session.put(node_key("test", node, EVENTS), payload, congestion_control=load_zenoh().CongestionControl.BLOCK)
 
     def dropped(self) -> int:
         return sum(s.dropped for s in self.hub._subscriptions)  # pyright: ignore[reportPrivateUsage]

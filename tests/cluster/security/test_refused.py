@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,11 @@ async def watched(hub: ZenohEngine) -> AsyncIterator[tuple[MasterView, ClusterOb
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+def send(session: Any, key: str, payload: bytes) -> None:
+    """Puts without leave to drop it where a queue is full: what is not seen must have been refused."""
+    session.put(key, payload, congestion_control=load_zenoh().CongestionControl.BLOCK)
 
 
 async def start(engine: ZenohEngine) -> None:
@@ -230,13 +236,13 @@ async def test_under_another_nodes_key_nobody_says_anything(made: Made, hub: Zen
         ]
         forged = event_bytes(1, node="w2", epoch=E2, kind="gpurt.node.leaving.v1")
         for key in ("node/w2/ev", "node/w2/telemetry", "node/w9/ev", "master/9/live", "placement/p", "nonsense"):
-            session.put(f"{TREE}/{key}", forged)
-        session.put("gpurt/v1/elsewhere/node/w1/ev", forged)
+            send(session, f"{TREE}/{key}", forged)
+        send(session, "gpurt/v1/elsewhere/node/w1/ev", forged)
         session.delete(f"{TREE}/node/w2/ev")
         replies = list(session.get(f"{TREE}/node/w2/cmd", payload=b'{"command":"rediscover"}', timeout=0.3))
         assert [reply for reply in replies if reply.ok] == []
         # In order behind all that: its own key, but the envelope says another.
-        session.put(f"{TREE}/node/w1/ev", forged)
+        send(session, f"{TREE}/node/w1/ev", forged)
         await until(lambda: observer.rejected["malformed"] == 1)
         await until(lambda: heard)
         heard.clear()  # its own lies, which never left its process
@@ -297,14 +303,14 @@ async def test_what_is_too_large_is_not_even_put_together(
         await until(lambda: view.node("w1"))
         before = view.node("w1")
         session = await asyncio.to_thread(attack, made.node("w1"))
-        session.put(f"{TREE}/node/w1/ev", bytes(MAX_EVENT_BYTES + 1))
-        session.put(f"{TREE}/node/w1/telemetry", bytes(MAX_READINGS_BYTES + 1))
+        send(session, f"{TREE}/node/w1/ev", bytes(MAX_EVENT_BYTES + 1))
+        send(session, f"{TREE}/node/w1/telemetry", bytes(MAX_READINGS_BYTES + 1))
         await until(lambda: observer.rejected["oversized"] == 1)
         await until(lambda: f"readings of node w1 of {MAX_READINGS_BYTES + 1} bytes" in caplog.text)
         assert f"event of node w1 of {MAX_EVENT_BYTES + 1} bytes" in caplog.text
         # Past what the largest state may have, zenoh gives up on a message: no memory is taken for it here.
-        session.put(f"{TREE}/node/w1/ev", bytes(MAX_STATE_BYTES + (1 << 20)))
-        session.put(f"{TREE}/node/w1/ev", b"{}")
+        send(session, f"{TREE}/node/w1/ev", bytes(MAX_STATE_BYTES + (1 << 20)))
+        send(session, f"{TREE}/node/w1/ev", b"{}")
         await until(lambda: observer.rejected["malformed"] == 1)
         assert observer.rejected["oversized"] == 1
 
@@ -335,7 +341,7 @@ async def test_a_repeated_epoch_is_refused(
         session = await asyncio.to_thread(attack, made.node("w1"))
         # The goodbye of an earlier run, and of this run what was told already: both were true once.
         for epoch in (E1, E2):
-            session.put(f"{TREE}/node/w1/ev", event_bytes(1, node="w1", epoch=epoch, kind="gpurt.node.leaving.v1"))
+            send(session, f"{TREE}/node/w1/ev", event_bytes(1, node="w1", epoch=epoch, kind="gpurt.node.leaving.v1"))
         counters = observer.counters("w1")
         await until(lambda: (counters.stale, counters.duplicates) == (1, 1))
         assert f"event w1:{E1}:1, which is of an earlier run of the node" in caplog.text
