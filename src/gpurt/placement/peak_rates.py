@@ -22,7 +22,7 @@ DATA_SHEETS: Final[Mapping[str, float]] = {
     "geforce rtx 3090": 35.6e12,
     "geforce rtx 4090": 82.6e12,
     "geforce rtx 5090": 104.8e12,
-    "instinct mi210": 45.3e12,
+    "instinct mi210": 22.6e12,
     "instinct mi300x": 163.4e12,
     "radeon rx 7900 xtx": 61.4e12,
     "apple m1": 2.6e12,
