@@ -392,6 +392,20 @@ async def test_an_offer_that_was_called_off_does_not_keep_the_plan_before_from_b
         assert (await send_assignment(cluster.engine, "n1", part(v(1)), step)).reason is Refusal.STALE_VERSION
 
 
+async def test_a_node_that_never_heard_that_an_offer_was_called_off_lets_go_all_the_same(cluster: Cluster) -> None:
+    """It has nothing then, and says so: one that seems to hold a part would be told to let go of it for ever."""
+    for name in ("n1", "n2"):
+        await cluster.node(name)
+    assert (await cluster.committer.commit(plan(*BOTH), v(1))).committed
+    await cluster.loaded("n2", v(1))
+    offer = assignments_of(plan(*BOTH), v(3))["n2"]
+    assert (await send_assignment(cluster.engine, "n2", offer, Step.OFFER)).accepted
+    assert (await cluster.committer.commit(plan(("n1/GPU-n1-0", 0, 10)), v(2))).committed
+    await until(lambda: cluster.shard("n2") is None, "n2 lets go")
+    assert (await cluster.committer.commit(plan(*BOTH), v(4))).committed
+    await cluster.loaded("n2", v(4))
+
+
 async def test_a_node_that_ends_takes_nothing_more(cluster: Cluster) -> None:
     one = await cluster.node("n1")
     one.loader.gate.clear()

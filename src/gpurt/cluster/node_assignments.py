@@ -47,6 +47,11 @@ class _Instance:
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One call of the loader at a time; a cancelled one may take its time."""
 
+    @property
+    def released(self) -> bool:
+        """Everything has been let go of. An offer that nobody called off may be left."""
+        return self.active is not None and not self.active.stages and self.state is ShardState.LOADED
+
 
 class _Refused(Exception):
     def __init__(self, reason: Refusal, message: str, device: str | None = None, short: int | None = None) -> None:
@@ -84,7 +89,7 @@ class NodeAssignments:
                 resident=held.resident,
             )
             for name, held in sorted(self._instances.items())
-            if held.active is not None
+            if held.active is not None and not held.released
         )
         return NodePlacement(term=self._fence.term, shards=shards)
 
@@ -239,8 +244,7 @@ class NodeAssignments:
         if held is None or held.offered is None or held.offered.version != assignment.version:
             return
         held.offered = None
-        released = held.active is not None and not held.active.stages and held.state is ShardState.LOADED
-        if held.active is None or released:
+        if held.active is None or held.released:
             del self._instances[assignment.instance]
 
     def _accepted(self, assignment: Assignment) -> Acknowledgement:
@@ -270,7 +274,7 @@ class NodeAssignments:
         if held.active is not assignment:
             return  # the loader has ended in spite of its cancellation
         held.state, held.message, held.resident = outcome
-        if held.state is ShardState.LOADED and not assignment.stages and held.offered is None:
+        if held.released and held.offered is None:
             del self._instances[assignment.instance]
         try:
             await self._publisher.publish_placement(self.placement())

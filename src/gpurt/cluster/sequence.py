@@ -22,7 +22,7 @@ GAP_WAIT_S: Final = 0.25
 """How long a hole may stay before a snapshot is asked for."""
 RECOVERY_WAIT_S: Final = 1.5
 """How long a snapshot that is ahead of the events is held back after a reconnection, so that the bus can repeat
-the events themselves: they begin to come within a heartbeat of the publisher."""
+the events themselves: on zenoh they begin to come with the mark that follows the answer, or a heartbeat later."""
 
 
 class Resync(StrEnum):

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Final, ParamSpec, TypeVar
 
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, OnAsked, StateReply, TakeReadings
@@ -220,8 +221,15 @@ class ZenohEngine:
         take = None if commands is None else commands.take
         loop = self._the_loop()
 
+        marking: Future[None] | None = None
+
         def asked() -> None:
-            if on_asked is not None and here():
+            nonlocal marking
+            if not here():
+                return
+            if marking is None or marking.done():  # one that waits is for all who have asked by then
+                marking = lane.submit(joined.mark)
+            if on_asked is not None:
                 on_asked()
 
         def asked_elsewhere() -> None:

@@ -42,8 +42,8 @@ class ZenohSettings:
     cache_events: int = 1024
     """Events that a node keeps to repeat them; 512 s of a busy node."""
     heartbeat_s: float = 1.0
-    """How often a node says what its last event was, so that a loss at the end is noticed, too. Less often than
-    :data:`gpurt.cluster.sequence.RECOVERY_WAIT_S` would hide events behind snapshots."""
+    """How long after an event a node says once more what its last one was, so that a loss at the end is noticed, too.
+    Longer than :data:`gpurt.cluster.sequence.RECOVERY_WAIT_S` would hide events behind snapshots."""
     inbox_events: int = 8192
     """Events that a subscriber may be behind before they are dropped."""
 

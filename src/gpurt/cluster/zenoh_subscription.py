@@ -65,6 +65,8 @@ class ZenohSubscription(Inbox):
         if node is None:
             return
         size = len(sample.payload)
+        if not size:
+            return  # a mark, which zenoh has looked at
         if size > MAX_EVENT_BYTES:
             self.post(EventRefused(node, size))
         else:
