@@ -48,7 +48,7 @@ async def latency(options: argparse.Namespace) -> list[Figure]:
     taken: list[float] = []
 
     def on_event(event: Envelope) -> None:
-        sent = (event.data or {}).get("sent")
+        sent = event.document().get("sent")
         if sent is not None:
             taken.append((time.monotonic() - sent) * 1e3)
 

@@ -203,7 +203,7 @@ async def test_what_the_registry_remembers_is_told_at_once_and_then_looked_up(en
             if isinstance(item, EventReceived):
                 event = decode(item.payload, node="w1")
                 if event.type == EventKind.NODE_SNAPSHOT and event.data is not None:
-                    statuses.append(event.data["discovery_status"])
+                    statuses.append(event.document()["discovery_status"])
 
     collecting = asyncio.create_task(collect())
     try:

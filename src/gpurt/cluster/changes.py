@@ -97,11 +97,12 @@ class ChangeFeed:
     """Where a view posts. Consumers that went away without ``close`` are forgotten."""
 
     def __init__(self) -> None:
-        self._consumers: weakref.WeakSet[Changes] = weakref.WeakSet()
+        self._consumers: set[weakref.ref[Changes]] = set()
+        """Not a WeakSet: whether it is empty is asked twice for every event."""
 
     def open(self, limit: int = BUFFER_CHANGES) -> Changes:
         consumer = Changes(limit)
-        self._consumers.add(consumer)
+        self._consumers.add(weakref.ref(consumer, self._consumers.discard))
         return consumer
 
     @property
@@ -110,5 +111,7 @@ class ChangeFeed:
         return bool(self._consumers)
 
     def post(self, change: Change) -> None:
-        for consumer in tuple(self._consumers):
-            consumer.post(change)
+        for known in tuple(self._consumers):
+            consumer = known()
+            if consumer is not None:
+                consumer.post(change)

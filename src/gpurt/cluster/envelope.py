@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
+from gpurt.cluster.device_data import DeviceData
 from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
 from gpurt.cluster.errors import InvalidName, MalformedEvent
 
@@ -23,6 +24,7 @@ MAX_EVENT_BYTES: Final = 256 << 10
 CONTENT_TYPE: Final = "application/cloudevents+json"
 DATA_SCHEMA: Final = "gpurt:device-event:1"
 
+_MAX_DIGITS: Final = len(str(MAX_SEQ))
 _Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -58,7 +60,8 @@ class Envelope(BaseModel):
     """Key of the device that it is about."""
     datacontenttype: str | None = "application/json"
     dataschema: str | None = DATA_SCHEMA
-    data: dict[str, Any] | None = None
+    data: Annotated[DeviceData | dict[str, Any] | None, Field(union_mode="left_to_right")] = None
+    """Of a received event; one that is made has what it was given."""
 
     nodeid: _Text
     nodeepoch: _Text
@@ -78,13 +81,19 @@ class Envelope(BaseModel):
     @field_validator("nodeseq")
     @classmethod
     def _seq_range(cls, value: str) -> str:
-        if int(value) > MAX_SEQ:
+        if len(value) == _MAX_DIGITS and int(value) > MAX_SEQ:
             raise ValueError("must fit 64 bits")
         return value
 
     @property
     def position(self) -> Position:
         return Position(Epoch.parse(self.nodeepoch), int(self.nodeseq))
+
+    def document(self) -> dict[str, Any]:
+        """``data`` as plain JSON values; empty where there is none."""
+        if isinstance(self.data, DeviceData):
+            return self.data.model_dump(mode="json", exclude_unset=True)
+        return self.data or {}
 
 
 def make_event(
@@ -98,7 +107,7 @@ def make_event(
 ) -> Envelope:
     """An event of ``node``, stamped with the wall clock of this moment."""
     epoch, seq = position
-    return Envelope(
+    event = Envelope(
         id=f"{node}:{epoch}:{seq}",
         source=f"gpurt://{cluster}/{node}",
         type=kind,
@@ -106,11 +115,11 @@ def make_event(
         subject=subject,
         datacontenttype="application/json" if data is not None else None,
         dataschema=DATA_SCHEMA if data is not None else None,
-        data=data,
         nodeid=node,
         nodeepoch=str(epoch),
         nodeseq=str(seq),
     )
+    return event.model_copy(update={"data": data})
 
 
 def encode(event: Envelope) -> bytes:
@@ -122,7 +131,7 @@ def encode(event: Envelope) -> bytes:
     document = event.model_dump(mode="json", exclude_none=True, exclude={"data"})
     if event.data is not None:
         # As given: a None inside data is a value ("unknown"), not an absent attribute.
-        document["data"] = event.data
+        document["data"] = event.document()
     try:
         payload = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as exc:
@@ -137,15 +146,22 @@ def decode(payload: bytes, *, node: str | None = None) -> Envelope:
     Raises:
         MalformedEvent: too large, not JSON, not a CloudEvent of a node, or of another node.
     """
-    sender = f"event of node {node}" if node else "event"
-    check_size(payload, sender)
+    if len(payload) > MAX_EVENT_BYTES:
+        check_size(payload, _sender(node))
+    if b"NaN" in payload or b"Infinity" in payload:
+        strict_json(payload, _sender(node))  # refuses them as numbers, where what follows takes them
     try:
-        event = Envelope.model_validate(strict_json(payload, sender))
+        event = Envelope.model_validate_json(payload)
     except ValidationError as exc:
-        raise MalformedEvent(f"{sender}: {summary(exc)}") from exc
+        strict_json(payload, _sender(node))  # says it better where it is no JSON at all
+        raise MalformedEvent(f"{_sender(node)}: {summary(exc)}") from exc
     if node is not None and event.nodeid != node:
-        raise MalformedEvent(f"{sender}: says that it is of node {event.nodeid[:64]!r}")
+        raise MalformedEvent(f"{_sender(node)}: says that it is of node {event.nodeid[:64]!r}")
     return event
+
+
+def _sender(node: str | None) -> str:
+    return f"event of node {node}" if node else "event"
 
 
 def check_size(payload: bytes, what: str, limit: int = MAX_EVENT_BYTES) -> None:

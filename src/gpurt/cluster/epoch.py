@@ -34,13 +34,17 @@ class Epoch(NamedTuple):
         value = value & ~(3 << 62) | 2 << 62  # the variant bits of RFC 9562
         return cls(counter, f"{value:032x}")
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
+    @staticmethod
+    @lru_cache(maxsize=8192)  # every event of a run says it, several times over
+    def parse(text: str) -> Epoch:
         """
         Raises:
             InvalidName: not the form that ``str(epoch)`` gives.
         """
-        return cls(*_parse(text))
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise InvalidName(f"epoch {text!r} is not of the form COUNTER-UUID")
+        return Epoch(int(match[1]), match[2])
 
     def __str__(self) -> str:
         return f"{self.counter}-{self.run}"
@@ -51,11 +55,3 @@ class Position(NamedTuple):
 
     epoch: Epoch
     seq: int
-
-
-@lru_cache(maxsize=8192)  # every event of a run says it, several times over
-def _parse(text: str) -> tuple[int, str]:
-    match = _FORM.fullmatch(text)
-    if match is None:
-        raise InvalidName(f"epoch {text!r} is not of the form COUNTER-UUID")
-    return int(match[1]), match[2]

@@ -10,6 +10,11 @@ from gpurt.cluster.bus import BusItem, EventsDropped, NodeDown, NodeUp
 
 CAPACITY: Final = 8192
 """Events that a subscriber may be behind."""
+CROWD: Final = 32
+"""Items found at once from which on more are expected at once."""
+CROWD_WAIT_S: Final = 0.001
+"""Before the consumer of a crowd asks to be woken: woken by each event, two threads would hand the GIL to and fro,
+which takes more time than the events."""
 
 
 class Inbox:
@@ -28,6 +33,8 @@ class Inbox:
         self._membership: dict[str, BusItem] = {}
         self._dropped_of: dict[str, None] = {}
         self._waking = False
+        self._taken = 0
+        """Since the consumer last waited."""
         self._closed = False
         self._ready = asyncio.Event()
         self.dropped = 0
@@ -36,7 +43,7 @@ class Inbox:
         """Any thread; one at a time for the events."""
         if self._closed:
             return
-        if isinstance(item, NodeUp | NodeDown):
+        if isinstance(item, (NodeUp, NodeDown)):
             self._membership[item.node] = item
         elif len(self._items) >= self._capacity:
             self.dropped += 1
@@ -66,11 +73,17 @@ class Inbox:
     async def __anext__(self) -> BusItem:
         while True:
             item = self._take()
+            if item is None and self._taken >= CROWD:
+                self._taken = 0
+                await asyncio.sleep(CROWD_WAIT_S)
+                item = self._take()
             if item is None:
+                self._taken = 0
                 self._ready.clear()
                 self._waking = False
                 item = self._take()
             if item is not None:
+                self._taken += 1
                 return item
             if self._closed:
                 raise StopAsyncIteration

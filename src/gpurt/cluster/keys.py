@@ -7,6 +7,7 @@ the common name of a certificate.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from gpurt.cluster.errors import InvalidName
@@ -55,6 +56,7 @@ def node_key(cluster: str, node: str, leaf: str) -> str:
     return f"{ROOT}/{check_name(cluster, 'cluster')}/node/{node}/{leaf}"
 
 
+@lru_cache(maxsize=8192)  # every event says it
 def node_of(key: str) -> str:
     """The node that a key belongs to.
 

@@ -99,8 +99,10 @@ class NodeSequence(Generic[E, S]):
     @property
     def deadline(self) -> float | None:
         """When ``expire`` must be called, on ``clock``; None: not before the next event."""
-        held = None if self._held is None else self._held.deadline
-        return min((at for at in (self._gap_deadline, held) if at is not None), default=None)
+        if self._held is None:
+            return self._gap_deadline
+        held = self._held.deadline
+        return held if self._gap_deadline is None else min(self._gap_deadline, held)
 
     def event(self, position: Position, event: E) -> Step[E, S]:
         """An event has come."""
@@ -121,6 +123,9 @@ class NodeSequence(Generic[E, S]):
         if position.seq == current.seq + 1:
             self.position = position
             self.counters.applied += 1
+            if not self._waiting and self._held is None:
+                self._gap_deadline = None
+                return Step(events=(event,))
             return self._settle((event, *self._drain()))
         self._store(position, event)
         if self._gap_deadline is None:

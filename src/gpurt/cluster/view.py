@@ -15,6 +15,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from gpurt.cluster.changes import BUFFER_CHANGES, Change, ChangeFeed, ChangeKind, Changes
+from gpurt.cluster.device_data import DeviceData
 from gpurt.cluster.envelope import Envelope, EventKind, summary
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.news import back, joined, of_device, silent, summary_of, updated
@@ -22,6 +23,7 @@ from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
 from gpurt.cluster.shards import NodePlacement, placement_changes
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
+from gpurt.cluster.unchecked import changed, made
 from gpurt.types import BackendReport, GPUDevice
 
 GRACE_S: Final = 2.0
@@ -34,7 +36,6 @@ _KINDS: Final = {kind.value: kind for kind in EventKind}
 _DEVICE_KINDS: Final = frozenset(
     {EventKind.DEVICE_ADDED, EventKind.DEVICE_UPDATED, EventKind.DEVICE_REMOVED, EventKind.DEVICE_HEALTH}
 )
-_FIELDS: Final = tuple(NodeFields.model_fields)
 _GONE: Final = frozenset({NodeState.LOST, NodeState.LEFT})
 
 _log = logging.getLogger("gpurt.cluster.view")
@@ -230,7 +231,7 @@ class MasterView:
     # Inside
 
     def _fold(self, kind: EventKind, record: NodeRecord, event: Envelope) -> bool:
-        data = event.data or {}
+        data = event.document()
         if kind is EventKind.NODE_SNAPSHOT:
             if event.data is None:
                 return False
@@ -261,14 +262,17 @@ class MasterView:
         return True
 
     def _fold_device(self, kind: EventKind, record: NodeRecord, event: Envelope) -> None:
-        data = event.data or {}
-        fields = _fields(data)
+        data = event.data
+        if isinstance(data, DeviceData):
+            device, fields, why = data.device, data.fields, _text(data.reason)
+        else:
+            data = data or {}
+            device, fields, why = None, _fields(data), _text(data.get("reason"))
         key = event.subject
         if not key:
             raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
         devices = dict(record.devices)
         previous = devices.get(key)
-        why = _text(data.get("reason"))
         if kind is EventKind.DEVICE_REMOVED:
             devices.pop(key, None)
             change = ChangeKind.DEVICE_REMOVED if previous else None
@@ -277,7 +281,8 @@ class MasterView:
                 self.ignored["too_many"] += 1
                 self._nodes[record.node] = _changed(record, **_position(event))
                 return
-            device = GPUDevice.model_validate(data.get("device"))
+            if device is None:
+                device = GPUDevice.model_validate(event.document().get("device"))
             devices[key] = current = _available(device, offered=record.offers_devices)
             change = None if _same(previous, current) else _device_change(previous, current)
             if change is not None and why is None and self._feed.watched:
@@ -288,12 +293,12 @@ class MasterView:
 
     def _store(self, record: NodeRecord, fields: NodeFields | None, **changes: Any) -> None:
         """Replace the node's record, in one copy: copies are what an event costs most."""
-        told = changes.get("reports", record.reports) != record.reports
+        told = "reports" in changes and changes["reports"] != record.reports
         if fields is not None:
-            for name in _FIELDS:
-                if (value := getattr(fields, name)) != getattr(record, name):
-                    changes[name] = value
-                    told = True
+            before = vars(record)
+            news = {name: value for name, value in vars(fields).items() if value != before[name]}
+            changes |= news
+            told = told or bool(news)
         after = _changed(record, **changes)
         if "draining" in changes:
             after = _offered_again(after)
@@ -377,7 +382,7 @@ def _fields(data: Mapping[str, Any]) -> NodeFields | None:
 
 
 def _available(device: GPUDevice, *, offered: bool) -> DeviceRecord:
-    return DeviceRecord.model_construct(device=device, available=offered and device.usable)
+    return made(DeviceRecord, {"device": device, "available": offered and device.usable})
 
 
 def _same(before: DeviceRecord | None, after: DeviceRecord) -> bool:
@@ -392,7 +397,7 @@ def _offered_again(record: NodeRecord) -> NodeRecord:
 
 
 def _changed(record: NodeRecord, **fields: Any) -> NodeRecord:
-    return record.model_copy(update=fields)
+    return changed(record, fields)
 
 
 def _device_change(before: DeviceRecord | None, after: DeviceRecord) -> ChangeKind:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 END_TIMEOUT_S: Final = 1.0
@@ -24,6 +25,27 @@ class SessionCallbacks:
         self._alive = 0
         self._changed = threading.Condition()
 
+    def drain(self, handler: Any, take: Callable[[Any], object]) -> None:
+        """Have a thread give every item of ``handler``, which is a channel's, to ``take``, until it is undeclared.
+
+        For what comes in thousands a second: a callback takes the GIL anew for each item, and beside a busy loop each
+        time costs as much as the event. This thread keeps it while there are items, as long as the interpreter lets it.
+        """
+
+        def run() -> None:
+            try:
+                with suppress(self._zenoh.ZError):  # no more items will come
+                    while True:
+                        take(handler.recv())
+                        while (item := handler.try_recv()) is not None:
+                            take(item)
+            finally:
+                self._ended()
+
+        with self._changed:
+            self._alive += 1
+        threading.Thread(target=run, name="gpurt:zenoh:events", daemon=True).start()
+
     def wrap(self, call: Callable[[Any], object], *, on_end: Callable[[], object] | None = None) -> Any:
         """``call`` as zenoh takes it; ``on_end`` is called on zenoh's thread when it will be called no more."""
 
@@ -32,9 +54,7 @@ class SessionCallbacks:
                 if on_end is not None:
                     on_end()
             finally:
-                with self._changed:
-                    self._alive -= 1
-                    self._changed.notify_all()
+                self._ended()
 
         with self._changed:
             self._alive += 1
@@ -44,3 +64,8 @@ class SessionCallbacks:
         """Block until every callback has ended, or ``timeout`` seconds; whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: self._alive == 0, timeout)
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._alive -= 1
+            self._changed.notify_all()

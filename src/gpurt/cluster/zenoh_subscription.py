@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from gpurt.cluster.bus import EventReceived, EventRefused, NodeDown, NodeUp
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
@@ -13,6 +13,10 @@ from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.inbox import Inbox
 from gpurt.cluster.keys import ANY, EVENTS, LIVE, leaf_of, node_key, node_of
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
+
+CHANNEL_EVENTS: Final = 8192
+"""Between zenoh and the thread that takes them out. It takes whatever comes, so that it is full only while the
+interpreter keeps that thread from running."""
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
@@ -37,15 +41,15 @@ class ZenohSubscription(Inbox):
         # One old event per node, only so that the sequence numbers of the bus start there: without, the first
         # heartbeat would have each node's whole cache repeated, and with late-publisher detection a reconnection
         # would bring that one event instead of all that were missed.
-        self._declared.append(
-            ext.declare_advanced_subscriber(
-                session,
-                node_key(cluster, ANY, EVENTS),
-                callbacks.wrap(self._on_event),
-                history=ext.HistoryConfig(max_samples=1),
-                recovery=ext.RecoveryConfig(heartbeat=True, periodic_queries=None),
-            )
+        events = ext.declare_advanced_subscriber(
+            session,
+            node_key(cluster, ANY, EVENTS),
+            zenoh.handlers.FifoChannel(CHANNEL_EVENTS),
+            history=ext.HistoryConfig(max_samples=1),
+            recovery=ext.RecoveryConfig(heartbeat=True, periodic_queries=None),
         )
+        self._declared.append(events)
+        callbacks.drain(events.handler, self._on_event)
         # One for both kinds of token: each subscriber has a thread, and between threads there is no order.
         self._declared.append(
             session.liveliness().declare_subscriber(
@@ -64,13 +68,14 @@ class ZenohSubscription(Inbox):
         node = self._node_of(sample)
         if node is None:
             return
-        size = len(sample.payload)
+        payload = sample.payload
+        size = len(payload)
         if not size:
             return  # a mark, which zenoh has looked at
         if size > MAX_EVENT_BYTES:
             self.post(EventRefused(node, size))
         else:
-            self.post(EventReceived(node, sample.payload.to_bytes()))
+            self.post(EventReceived(node, payload.to_bytes()))
 
     def _on_token(self, sample: Any) -> None:
         node = self._node_of(sample)
