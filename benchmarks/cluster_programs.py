@@ -25,6 +25,7 @@ from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import HostInfo, summarize_devices
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.zenoh_engine import ZenohEngine
+from gpurt.cluster.zenoh_settings import calm_runtime
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.testing.simulated_nodes import simulated_result
 
@@ -172,6 +173,7 @@ async def single(endpoint: str, devices: str) -> None:
 
 async def master(endpoint: str) -> None:
     """For every line on standard input, one line of what the master has and costs."""
+    calm_runtime()  # as ``gpurt master`` does
     view = MasterView()
     listening: asyncio.Future[Master] = asyncio.get_running_loop().create_future()
     begin = time.monotonic()

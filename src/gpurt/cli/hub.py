@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.hub import HubConfig, run_hub
     from gpurt.cluster.worker import DEFAULT_ENDPOINT
+    from gpurt.cluster.zenoh_settings import calm_runtime
 
     identity = protected.identity_of(args)
     config = HubConfig(
@@ -38,5 +39,6 @@ def run(args: argparse.Namespace) -> int:
     def ready() -> None:
         announce("hub of cluster %s: listening at %s; Ctrl-C ends it", config.cluster, config.endpoint)
 
+    calm_runtime()
     run_command(run_hub(config, on_ready=ready))
     return 0

@@ -85,7 +85,10 @@ async def _serve(
     from gpurt.cluster.master import run_master
     from gpurt.cluster.metrics import MasterMetrics
     from gpurt.cluster.view import MasterView
+    from gpurt.cluster.zenoh_settings import calm_runtime
 
+    if config.listen:
+        calm_runtime()
     view, measured = MasterView(), MasterMetrics(config.cluster)
     listening: asyncio.Future[Master] = asyncio.get_running_loop().create_future()
 

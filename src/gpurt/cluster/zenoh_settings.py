@@ -7,6 +7,7 @@ node, and the hub's end is everybody's end anyway, because it is the master's.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ _SOCKET_FILE = re.compile(r"unixsock-stream/[^\s,]{1,512}")
 class ZenohSettings:
     """Times in seconds. The defaults were measured with up to 200 nodes."""
 
-    lease_s: float = 2.0
-    """A peer that is silent for this long is gone. zenoh's own default, 10 s, is how long a frozen host would
-    stay unnoticed; a process that dies is seen at once, by its closed connection."""
-    hub_lease_s: float = 8.0
+    lease_s: float = 3.0
+    """A peer that is silent for this long is gone. Twice in it each shows that it is there, so that one may be late by
+    half of it; more often would only be work for the hub, since TCP loses nothing. zenoh's own default, 10 s, is how
+    long a frozen host would stay unnoticed; a process that dies is seen at once, by its closed connection."""
+    hub_lease_s: float = 12.0
     """The same for the hub, as its clients see it. They can only wait for it, and what it sends to each of a thousand
     of them to show that it is there is most of its load while nothing happens."""
     retry_first_s: float = 0.1
@@ -82,6 +84,13 @@ def load_zenoh() -> Any:
     return zenoh
 
 
+def calm_runtime() -> None:
+    """For a process whose work is to be a hub, before it uses zenoh: one thread reads all links. zenoh takes three by
+    default, of which one wakes the others for each of the messages by which a thousand idle nodes show that they are
+    there. Who sends keeps a thread of its own. What the user has set in ``ZENOH_RUNTIME`` stays."""
+    os.environ.setdefault("ZENOH_RUNTIME", "(rx: (worker_threads: 1), acc: (handover: rx))")
+
+
 def session_config(
     zenoh: Any, endpoint: str, *, listen: bool, settings: ZenohSettings, protection: Mapping[str, Any] | None = None
 ) -> Any:
@@ -105,7 +114,7 @@ def session_config(
             "period_increase_factor": 2,
         },
         "transport/link/tx/lease": round((settings.hub_lease_s if listen else settings.lease_s) * millis),
-        "transport/link/tx/keep_alive": 4,
+        "transport/link/tx/keep_alive": 2,
         "transport/link/rx/max_message_size": MAX_MESSAGE_BYTES,
         # Between processes of one machine it would pass by the limit above, and by the encryption.
         "transport/shared_memory/enabled": False,
