@@ -12,7 +12,7 @@ class Clock:
     def __init__(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
         self.begin = monotonic()
         # What is left over is for the plan itself, its check, and for engines that look at the clock only now and then.
-        self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.02, 0.2 * seconds))
+        self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.03, 0.3 * seconds))
         self.cancelled = cancelled
 
     @property

@@ -23,6 +23,8 @@ from gpurt.placement.search import LocalSearch
 from gpurt.placement.visits import GROUP_STATES, remembering
 
 _WIDTHS: Final = (100, 1000, 8000)
+_HURRIED: Final = 0.08
+"""Seconds in which there is time for one relaxation, and none to look for its prices."""
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
 _FEW_UNITS: Final = 40
@@ -58,7 +60,9 @@ class Engine(Incumbent):
             return
         if self.relaxation is None:
             paths = PathRelaxation(instance)
-            prices, _ = self._improve(paths, no_prices(instance), rounds=40, seconds=clock.left * 0.2)
+            prices = no_prices(instance)
+            if clock.left > _HURRIED:
+                prices, _ = self._improve(paths, prices, rounds=40, seconds=clock.left * 0.2)
             self._relaxed(paths, prices)
             assert self.relaxation is not None
             if not np.isfinite(self.relaxation.value):

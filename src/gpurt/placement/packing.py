@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import numpy as np
@@ -14,18 +15,26 @@ from gpurt.placement.valuation import keeps_rules
 
 _SPARE = 8
 """Units tried beyond those that hold all layers if they lay in the middle."""
+_ENDS = 8
+"""First and last units tried where no turn of the shortest order will do."""
 _STATES = 4096
 """Ways to use up the devices of a node, up to which its best groups are found exactly."""
 
 
 def capacities(instance: Instance) -> Ints:
     """Most layers of each unit at any place."""
-    width = instance.cost.inner.shape[2]
-    number = np.arange(width, dtype=np.int64)
-    high = np.zeros(instance.size, dtype=np.int64)
-    for table in (instance.cost.inner.min(axis=1), instance.cost.first, instance.cost.last):
-        high = np.maximum(high, np.where(np.isfinite(table), number, 0).max(axis=1))
+    high = np.maximum.reduce(_rooms(instance))
     return np.where(np.isfinite(instance.cost.whole), instance.layers, high)
+
+
+def _rooms(instance: Instance) -> tuple[Ints, Ints, Ints]:
+    """Most layers of each unit between others, as the first one and as the last one."""
+    number = np.arange(instance.cost.inner.shape[2], dtype=np.int64)
+    inner, first, last = (
+        np.where(np.isfinite(table), number, 0).max(axis=1)
+        for table in (instance.cost.inner.min(axis=1), instance.cost.first, instance.cost.last)
+    )
+    return inner, first, last
 
 
 def fullest(instance: Instance, high: Ints) -> tuple[int, list[int], bool]:
@@ -142,18 +151,46 @@ def _within_rules(instance: Instance, high: Ints, units: list[int], *, fewest: b
 
 
 def _ordered(instance: Instance, filling: Filling, units: list[int]) -> tuple[int, ...] | None:
-    """Nearest neighbour next, then the best place to begin."""
+    """Nearest neighbour next, then the best place to begin; where none will do, the ends that cost least room."""
     if not units:
         return None
+    order = _nearest(instance, units)
+    turns = ((*order[turn:], *order[:turn]) for turn in range(len(order)))
+    return _best(instance, filling, turns) or _best(instance, filling, _by_their_ends(instance, units))
+
+
+def _nearest(instance: Instance, units: list[int]) -> list[int]:
+    """From the first one always to the nearest of those that are left."""
     hop = instance.hop[0]
     left = list(units)
     order = [left.pop(0)]
     while left:
         place = int(np.argmin([hop[order[-1], unit] for unit in left]))
         order.append(left.pop(place))
+    return order
+
+
+def _by_their_ends(instance: Instance, units: list[int]) -> Iterator[tuple[int, ...]]:
+    """Orders whose first and last unit lose least room to the embedding and the head: what a unit has beside its last
+    whole layer is enough for them on some, and not on others."""
+    inner, first, last = _rooms(instance)
+    places = range(len(units))
+    pairs = sorted(
+        (int(inner[units[one]] - first[units[one]] + inner[units[other]] - last[units[other]]), one, other)
+        for one in places
+        for other in places
+        if one != other
+    )
+    for _, one, other in pairs[:_ENDS]:
+        between = [units[place] for place in places if place not in (one, other)]
+        yield (*_nearest(instance, [units[one], *between]), units[other])
+
+
+def _best(instance: Instance, filling: Filling, orders: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The cheapest of the orders that hold all layers and keep the rules."""
+    hop = instance.hop[0]
     best: tuple[float, tuple[int, ...]] | None = None
-    for turn in range(len(order)):
-        units_now = (*order[turn:], *order[:turn])
+    for units_now in orders:
         if len(units_now) > 1:
             numbers = np.array(units_now)
             links = float(hop[numbers[:-1], numbers[1:]].sum() + instance.back[numbers[-1], numbers[0]])

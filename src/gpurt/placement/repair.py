@@ -41,11 +41,9 @@ _FEW: Final = 5
 """Survivors up to which their order is given up, too: of more, the search cannot see enough."""
 _SLOWEST: Final = (1.0, 1.25, 1.6, 2.5, np.inf)
 """Where the slowest stage counts: how much slower it may get, one after the other."""
-_QUICK_SECONDS: Final = 0.08
-"""For the solver on the neighbourhood, without movement: with all before it, below a quarter of a second."""
-_FAR: Final = 1.15
-"""What is slower than was promised by this factor, and not proved to be near the best, gets more time."""
-_MORE_SECONDS: Final = (0.4, 1.6)
+_SOLVES: Final = ((0.08, 0.0), (0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
+"""Seconds for the solver on the neighbourhood, and the price of movement, one after the other. The first, with all
+before it, is below a quarter of a second; without a price it also finds how near to the best a plan is."""
 _SKIPPED: Final = 2
 """Survivors in a row that may be left out where nothing is lost and a change has to pay."""
 
@@ -219,12 +217,12 @@ class Repair:
             return None
 
     def _solved_near(self, found: Sequence[Candidate]) -> tuple[list[Candidate], bool]:
-        """Plans of the solver on the neighbourhood, and whether the best one known is good enough: for a moment without
-        movement; with a price on it, and for longer, where what is ``found`` may be far from the best."""
+        """Plans of the solver on the neighbourhood, and whether the best one known is good enough. Each look is longer
+        than the one before; there are no more where it is near the bound, or near what was promised of all devices."""
         near, promised, tolerance = self.search.devices, self.teller.promised, self.policy.tolerance
         solved: list[Candidate] = []
         bound = 0.0
-        for seconds, share in ((_QUICK_SECONDS, 0.0), *((seconds, _SHIFT / 2) for seconds in _MORE_SECONDS)):
+        for seconds, share in _SOLVES:
             price = share * promised / whole_bytes(self.model)
             try:
                 rules = present_constraints(self.rules, near).model_copy(update={"movement_seconds_per_byte": price})
@@ -237,10 +235,9 @@ class Repair:
             if steps is not None:
                 solved.append(self.search.candidate(steps))
             if share == 0.0:
-                bound = plan.bound or 0.0
+                bound = max(bound, plan.bound or 0.0)
             least = min((candidate.value for candidate in (*found, *solved)), default=np.inf)
-            certain = plan.gap is not None and plan.gap <= tolerance
-            if certain or least <= max(bound * (1 + tolerance), promised * _FAR):
+            if least <= max(bound, promised) * (1 + tolerance):
                 return solved, True
         return solved, False
 
