@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from gpurt.backends import host_copy
-from gpurt.backends.host_copy import SHARED_BYTES, STRIPES, copy_host
+from gpurt.backends.host_copy import AGAIN, REMEMBERED, SHARED_BYTES, STRIPES, Choice, copy_host
 
 
 @pytest.fixture(autouse=True)
 def _cpus_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_cpus", lambda: host_copy.LEAST_CPUS)
+    monkeypatch.setattr(host_copy, "_cpus", lambda: 2)
     monkeypatch.setattr(host_copy, "_helper", host_copy._Helper())
 
 
@@ -64,12 +64,40 @@ def test_the_caller_does_not_wait_for_a_helper_that_does_not_come(monkeypatch: p
     assert not target.any()
 
 
-def test_two_cpus_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_cpus", lambda: 2)
+def test_one_cpu_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "_cpus", lambda: 1)
     monkeypatch.setattr(host_copy._Helper, "ask", lambda self, shared: pytest.fail("asked"))
     source, target = _content(SHARED_BYTES), np.zeros(SHARED_BYTES, np.uint8)
     copy_host(target, source)
     assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_help_is_had_where_it_pays_and_tried_again_where_it_does_not(pays: bool) -> None:
+    choice, kinds = Choice(), list[bool]()
+
+    def copy(pays: bool) -> bool:
+        kinds.append(choice.help())
+        choice.took(kinds[-1], 1 << 30, 1.0 if kinds[-1] is pays else 2.0)
+        return kinds[-1]
+
+    for _ in range(2 * REMEMBERED):
+        copy(pays)
+    assert kinds.count(True) == kinds.count(False) == REMEMBERED
+    assert [copy(pays) for _ in range(AGAIN)].count(pays) == AGAIN - 1
+    # The machine does something else now.
+    changed = [copy(not pays) for _ in range(AGAIN * (REMEMBERED + 1))]
+    assert changed[-AGAIN:].count(not pays) == AGAIN - 1
+
+
+def test_a_copy_that_fails_says_nothing_about_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copyto(target: np.ndarray, source: np.ndarray) -> None:
+        raise MemoryError("no page")
+
+    monkeypatch.setattr(np, "copyto", copyto)
+    monkeypatch.setattr(Choice, "took", lambda *of: pytest.fail("told"))
+    with pytest.raises(MemoryError):
+        copy_host(np.zeros(SHARED_BYTES, np.uint8), _content(SHARED_BYTES))
 
 
 def test_a_second_copy_beside_it_is_made_by_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:

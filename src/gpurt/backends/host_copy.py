@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from queue import SimpleQueue
+from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from gpurt.sources.host import cpu_count
@@ -28,9 +30,12 @@ SHARED_BYTES: Final = 8 << 20
 STRIPES: Final = 8
 """Few, because each takes the GIL once, which a busy event loop gives away every 5 ms; and more than two, so that the
 faster of both threads does more."""
-LEAST_CPUS: Final = 3
-"""With two, a helper that has to share its CPU with other work holds its stripe for milliseconds: copies of 64 MiB took
-twice as long beside one busy thread, and a tenth less without."""
+REMEMBERED: Final = 5
+"""Copies of each kind, with help and without, whose median rates are compared. Whether help pays is not to be known
+beforehand: on two CPUs it gained a tenth, and beside one busy thread, with which the helper had to share its CPU,
+copies of 64 MiB took twice as long."""
+AGAIN: Final = 32
+"""After so many copies of the better kind one of the other: what else the machine does changes."""
 _PAGE: Final = 4096
 
 
@@ -75,12 +80,32 @@ class _Shared:
             np.copyto(target, source)
 
 
+class Choice:
+    """Whether to have help, by what the last copies with it and without it gave."""
+
+    def __init__(self) -> None:
+        self._rates: dict[bool, deque[float]] = {helped: deque(maxlen=REMEMBERED) for helped in (True, False)}
+        self._same = 0
+
+    def help(self) -> bool:
+        with_help, alone = self._rates[True], self._rates[False]
+        if len(alone) < REMEMBERED:
+            return len(with_help) <= len(alone)
+        better = median(with_help) > median(alone)
+        self._same = (self._same + 1) % AGAIN
+        return better if self._same else not better
+
+    def took(self, helped: bool, nbytes: int, seconds: float) -> None:
+        self._rates[helped].append(nbytes / max(seconds, 1e-9))
+
+
 class _Helper:
     """A daemon thread ``gpurt:hostcopy``, started by the first long copy."""
 
     def __init__(self) -> None:
         self.free = threading.Lock()
-        """Held by the caller whose copy it helps with."""
+        """Held by the caller whose copy it helps with, or could."""
+        self.choice = Choice()
         self._work: SimpleQueue[_Shared] = SimpleQueue()
         self._started = False
 
@@ -104,13 +129,18 @@ def copy_host(target: Array, source: Array) -> None:
     import numpy as np
 
     helper = _helper
-    if len(target) < SHARED_BYTES or _cpus() < LEAST_CPUS or not helper.free.acquire(blocking=False):
+    if len(target) < SHARED_BYTES or _cpus() < 2 or not helper.free.acquire(blocking=False):
         np.copyto(target, source)
         return
     try:
-        shared = _Shared(target, source)
-        helper.ask(shared)
-        shared.make()
+        helped, begin = helper.choice.help(), perf_counter()
+        if helped:
+            shared = _Shared(target, source)
+            helper.ask(shared)
+            shared.make()
+        else:
+            np.copyto(target, source)
+        helper.choice.took(helped, len(target), perf_counter() - begin)
     finally:
         helper.free.release()
 
