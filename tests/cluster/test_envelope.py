@@ -11,11 +11,12 @@ from cloudevents.core.v1.event import CloudEvent
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpurt.cluster.device_data import DeviceData
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, EventKind, decode, encode, make_event
 from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
 from gpurt.cluster.errors import InvalidName, MalformedEvent
 from gpurt.cluster.keys import check_name, node_key, node_of
-from gpurt.cluster.state import decode_snapshot, device_keys, encode_snapshot
+from gpurt.cluster.state import NodeFields, decode_snapshot, device_keys, encode_snapshot
 from gpurt.errors import GPUError
 from tests.cluster.support import E1, device, event_bytes, snapshot
 
@@ -109,6 +110,31 @@ def test_no_bytes_do_more_than_be_refused(payload: bytes) -> None:
         decode(payload)
     with pytest.raises(MalformedEvent):
         decode_snapshot(payload, node="n1")
+
+
+@pytest.mark.parametrize("node", [..., None, {"gpu_backend": "cuda", "draining": True, "new": 1}])
+def test_the_data_of_a_device_is_checked_as_it_is_read(node: Any) -> None:
+    told = {"device": device().model_dump(mode="json"), "event": "added", "reason": None, "later": [1]}
+    event = decode(changed(data=told if node is ... else {**told, "node": node}), node="n1")
+    assert isinstance(event.data, DeviceData)
+    assert event.data.device == device()
+    assert event.data.fields == (None if node is ... else NodeFields.model_validate(node or {}))
+    # Nothing of it is lost: not what this version does not know, nor that a value is unknown.
+    assert event.document()["later"] == [1]
+    assert json.loads(encode(event))["data"]["event"] == "added"
+    assert decode(encode(event)) == event
+
+
+@pytest.mark.parametrize("data", [{"device": {"name": 1}}, {"device": None}, {"node": {}}, {}])
+def test_data_without_a_device_is_left_to_who_knows_the_type(data: dict[str, Any]) -> None:
+    assert decode(changed(data=data)).data == data
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_refused_and_their_names_are_not(number: str) -> None:
+    with pytest.raises(MalformedEvent, match="not JSON"):
+        decode(changed(data={"device": "HERE"}).replace(b'"HERE"', number.encode()))
+    assert decode(changed(data={"text": number})).document() == {"text": number}
 
 
 def test_snapshot_round_trip_and_refusals() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +25,8 @@ from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
 from gpurt.cluster.zenoh_engine import ZenohEngine
-from tests.cluster.support import Child, device, event_bytes, free_port, snapshot, until
+from gpurt.cluster.zenoh_settings import calm_runtime
+from tests.cluster.support import E1, Child, device, event_bytes, free_port, snapshot, until
 
 
 @pytest.fixture
@@ -243,6 +246,43 @@ def test_malformed_addresses_are_refused(address: str) -> None:
         MasterConfig(endpoint=address)
     with pytest.raises(InvalidName, match="endpoint"):
         WorkerConfig("w1", endpoint=address)
+
+
+async def test_who_is_asked_for_the_state_sends_a_mark_that_is_no_event(endpoint: str) -> None:
+    """By its number at the bus an observer sees what it missed while its connection was cut."""
+    hub = ZenohEngine(cluster="test", endpoint=endpoint, listen=True)
+    node = ZenohEngine(cluster="test", endpoint=endpoint)
+    await asyncio.gather(hub.start(), node.start())
+    sizes: list[int] = []
+    bare = hub._session.declare_subscriber(  # pyright: ignore[reportPrivateUsage]
+        "gpurt/v1/test/node/*/ev", lambda sample: sizes.append(len(sample.payload))
+    )
+    subscription = await hub.subscribe()
+    try:
+        await node.join("n1", encode_snapshot(snapshot(epoch=E1)))
+        await node.publish(b"one")
+        assert await hub.snapshot("n1")
+        await until(lambda: 0 in sizes, "the mark")
+        await node.publish(b"two")
+        async with asyncio.timeout(10):
+            items = [await anext(subscription) for _ in range(3)]
+        assert [item.payload for item in items if isinstance(item, EventReceived)] == [b"one", b"two"]
+    finally:
+        bare.undeclare()
+        await asyncio.gather(node.close(), hub.close())
+    assert not [thread for thread in threading.enumerate() if thread.name == "gpurt:zenoh:events"]
+
+
+@pytest.mark.parametrize("chosen", [None, "(rx: (worker_threads: 7))"])
+def test_a_hub_that_is_a_process_of_its_own_reads_its_links_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    monkeypatch.delenv("ZENOH_RUNTIME", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("ZENOH_RUNTIME", chosen)
+    calm_runtime()
+    assert os.environ["ZENOH_RUNTIME"] == (chosen or "(rx: (worker_threads: 1), acc: (handover: rx))")
+    monkeypatch.delenv("ZENOH_RUNTIME")
 
 
 def test_importing_the_cluster_layer_loads_no_bus_library() -> None:

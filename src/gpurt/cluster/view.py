@@ -20,10 +20,20 @@ from gpurt.cluster.envelope import Envelope, EventKind, summary
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.news import back, joined, of_device, silent, summary_of, updated
 from gpurt.cluster.peer_links import NodeLinks
+from gpurt.cluster.record_changes import (
+    available,
+    changed,
+    device_change,
+    fields_of,
+    offered_again,
+    position_of,
+    record_of,
+    same_device,
+    text_of,
+)
 from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
 from gpurt.cluster.shards import NodePlacement, placement_changes
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
-from gpurt.cluster.unchecked import changed, made
 from gpurt.types import BackendReport, GPUDevice
 
 GRACE_S: Final = 2.0
@@ -118,21 +128,11 @@ class MasterView:
         state = self._state_after(old, snapshot)
         healthy = state is NodeState.HEALTHY
         same_state = old is not None and old.state is state
-        record = NodeRecord.model_construct(
-            node=name,
+        record = record_of(
+            snapshot,
+            tuple(device_keys(snapshot.gpu_devices[:MAX_DEVICES]).items()),
             state=state,
-            state_since=old.state_since if old is not None and same_state else self.clock(),
-            epoch=snapshot.epoch,
-            seq=snapshot.seq,
-            host=snapshot.host,
-            **{name: getattr(snapshot, name) for name in NodeFields.model_fields},
-            devices={
-                key: _available(device, offered=healthy and not snapshot.draining)
-                for key, device in device_keys(snapshot.gpu_devices[:MAX_DEVICES]).items()
-            },
-            reports=snapshot.reports,
-            placement=snapshot.placement,
-            links=snapshot.links,
+            since=old.state_since if old is not None and same_state else self.clock(),
         )
         self._nodes[name] = record
         self._note_suspicion(record)
@@ -161,7 +161,7 @@ class MasterView:
             if kind is not None and kind in _DEVICE_KINDS:
                 self._fold_device(kind, record, event)
                 return True
-            self._nodes[record.node] = record = _changed(record, **_position(event))
+            self._nodes[record.node] = record = changed(record, **position_of(event))
             if kind is not None:
                 return self._fold(kind, record, event)
             self.ignored["unknown_type"] += 1
@@ -171,7 +171,7 @@ class MasterView:
         except ValidationError as exc:
             _log.warning("ignored: event %s: %s", event.id[:200], summary(exc))
         self.ignored["malformed"] += 1
-        self._nodes[record.node] = _changed(record, **_position(event))
+        self._nodes[record.node] = changed(record, **position_of(event))
         return True
 
     def node_up(self, name: str) -> None:
@@ -243,7 +243,7 @@ class MasterView:
             self._leave(record)
             return True
         # Everything that can be wrong is looked at before anything is changed.
-        fields = _fields(data)
+        fields = fields_of(data)
         if kind in (EventKind.BACKEND_SELECTED, EventKind.BACKEND_FAILED):
             reports = {r.name: r for r in record.reports}
             if "report" in data:
@@ -264,10 +264,10 @@ class MasterView:
     def _fold_device(self, kind: EventKind, record: NodeRecord, event: Envelope) -> None:
         data = event.data
         if isinstance(data, DeviceData):
-            device, fields, why = data.device, data.fields, _text(data.reason)
+            device, fields, why = data.device, data.fields, text_of(data.reason)
         else:
             data = data or {}
-            device, fields, why = None, _fields(data), _text(data.get("reason"))
+            device, fields, why = None, fields_of(data), text_of(data.get("reason"))
         key = event.subject
         if not key:
             raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
@@ -279,15 +279,15 @@ class MasterView:
         else:
             if previous is None and len(devices) >= MAX_DEVICES:
                 self.ignored["too_many"] += 1
-                self._nodes[record.node] = _changed(record, **_position(event))
+                self._nodes[record.node] = changed(record, **position_of(event))
                 return
             if device is None:
                 device = GPUDevice.model_validate(event.document().get("device"))
-            devices[key] = current = _available(device, offered=record.offers_devices)
-            change = None if _same(previous, current) else _device_change(previous, current)
+            devices[key] = current = available(device, offered=record.offers_devices)
+            change = None if same_device(previous, current) else device_change(previous, current)
             if change is not None and why is None and self._feed.watched:
                 why = of_device(previous, current)
-        self._store(record, fields, devices=devices, **_position(event))
+        self._store(record, fields, devices=devices, **position_of(event))
         if change is not None:
             self._post(change, record.node, key, message=why)
 
@@ -299,9 +299,9 @@ class MasterView:
             news = {name: value for name, value in vars(fields).items() if value != before[name]}
             changes |= news
             told = told or bool(news)
-        after = _changed(record, **changes)
+        after = changed(record, **changes)
         if "draining" in changes:
-            after = _offered_again(after)
+            after = offered_again(after)
         self._nodes[record.node] = after
         if told and self._feed.watched:
             self._post(ChangeKind.NODE_UPDATED, record.node, message=updated(record, after))
@@ -313,7 +313,7 @@ class MasterView:
             self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT, "it said goodbye")
 
     def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind, message: str) -> None:
-        self._nodes[record.node] = _offered_again(_changed(record, state=state, state_since=self.clock()))
+        self._nodes[record.node] = offered_again(changed(record, state=state, state_since=self.clock()))
         self._note_suspicion(self._nodes[record.node])
         self._post(kind, record.node, message=message)
 
@@ -358,7 +358,7 @@ class MasterView:
             self._post(ChangeKind.DEVICE_REMOVED, node, key, message="its node no longer lists it")
         for key, record in after.items():
             if record != (old := before.get(key)):
-                self._post(_device_change(old, record), node, key, message=of_device(old, record))
+                self._post(device_change(old, record), node, key, message=of_device(old, record))
 
     def _post_placement(self, node: str, before: NodePlacement, after: NodePlacement) -> None:
         if (said := placement_changes(before, after)) is not None:
@@ -371,42 +371,3 @@ class MasterView:
     def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
         if self._feed.watched:
             self._feed.post(Change(kind, node, device, message))
-
-
-def _position(event: Envelope) -> dict[str, Any]:
-    return {"epoch": event.nodeepoch, "seq": int(event.nodeseq)}
-
-
-def _fields(data: Mapping[str, Any]) -> NodeFields | None:
-    return NodeFields.model_validate(data["node"] or {}) if "node" in data else None
-
-
-def _available(device: GPUDevice, *, offered: bool) -> DeviceRecord:
-    return made(DeviceRecord, {"device": device, "available": offered and device.usable})
-
-
-def _same(before: DeviceRecord | None, after: DeviceRecord) -> bool:
-    # By their dictionaries: models that differ are compared twice by their own comparison.
-    return before is not None and before.available == after.available and vars(before.device) == vars(after.device)
-
-
-def _offered_again(record: NodeRecord) -> NodeRecord:
-    """With devices that are as available as the node's state says now."""
-    devices = {key: _available(r.device, offered=record.offers_devices) for key, r in record.devices.items()}
-    return _changed(record, devices=devices)
-
-
-def _changed(record: NodeRecord, **fields: Any) -> NodeRecord:
-    return changed(record, fields)
-
-
-def _device_change(before: DeviceRecord | None, after: DeviceRecord) -> ChangeKind:
-    if before is None:
-        return ChangeKind.DEVICE_ADDED
-    health = (before.device.state, before.device.usable, before.available)
-    same = health == (after.device.state, after.device.usable, after.available)
-    return ChangeKind.DEVICE_UPDATED if same else ChangeKind.DEVICE_HEALTH
-
-
-def _text(value: object) -> str | None:
-    return value[:1024] if isinstance(value, str) else None
