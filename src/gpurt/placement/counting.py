@@ -85,6 +85,10 @@ class _Counter:
             return Bound(0, 0)
         if self._cannot_reach_minimum(index):
             return Bound(0, 0)
+        if count == 1 and self.part is None:
+            # One layer is the first and the last at once.
+            low, high = (max(0, held) for held in self._whole(index))
+            return Bound(low, high if sure else 1, self.best[1] if low else ())
         low, high = self._value(self._cells(index, (1,), rules.alone))
         if max(rules.sizes) > 1 and low < count:
             grouped = self._cells(index, rules.sizes, rules.alone)
@@ -149,7 +153,7 @@ class _Counter:
             if len(rules.required) > size:
                 continue
             need = int(layers.need(size, extra)[count])
-            able = index[(self.budgets[index] >= need) & (rules.most[index] >= count)]
+            able = index[(self.budgets[index] >= max(1, need)) & (rules.most[index] >= count)]
             if len(able) < size:
                 continue
             cells = Counter(integers(self.field.cell[able]))

@@ -197,6 +197,18 @@ class Feasibility:
                     return [problem.devices[index] for index in bound.devices]
         return None
 
+    def laid(self, problem: Problem) -> list[tuple[tuple[PlacementDevice, ...], int]] | None:
+        """A plan that keeps the rules, laid down without a look at its time: of each stage its devices, and the layer
+        before which it ends."""
+        field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
+        holding = self._holding(problem) or Holding(problem.model, problem.constraints, problem.devices)
+        for part in self.parts(problem):
+            for chosen in self._by_backend(problem, field, part.members):
+                layout = Layer(field, layers, rules, holding, chosen, field.raw, part).laid()
+                if layout is not None:
+                    return [(tuple(problem.devices[at] for at in integers(members)), end) for members, end in layout]
+        return None
+
     def ask_joined(self, problem: Problem, names: Sequence[str]) -> bool | None:
         """Whether there is a plan on the devices named and all that each of them reaches, if they all reached each
         other directly."""
@@ -228,7 +240,7 @@ class Feasibility:
             unknown = True
             # Where nothing but numbers matters, counting knows already what can be laid out.
             known = here and layers.uniform and part.direct and len(chosen) > _FEW
-            if lay and not known and Layer(field, layers, rules, holding, chosen, budgets, part).possible():
+            if lay and not known and Layer(field, layers, rules, holding, chosen, budgets, part).laid():
                 return True
         return None if unknown else False
 

@@ -101,5 +101,5 @@ class Holdings:
 
 
 def whole_bytes(model: ModelSpec) -> float:
-    """Bytes of a layer on average: what movement is measured in where layers are."""
-    return sum(layer.weight_bytes for layer in model.layers) / model.layer_count
+    """Bytes of a layer on average: what movement is measured in where layers are. 1 where they have none to move."""
+    return sum(layer.weight_bytes for layer in model.layers) / model.layer_count or 1.0

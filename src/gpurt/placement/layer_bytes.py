@@ -62,7 +62,8 @@ class LayerBytes:
     def fit(self, budgets: Ints, share: int = 1, extra: int = 0) -> Ints:
         """Most layers for each budget; ``budgets``: bytes of the smallest device of each group."""
         found = np.searchsorted(self.need(share, extra), np.maximum(budgets, 0), side="right") - 1
-        return found.astype(np.int64)
+        # A device without a byte takes no part, not even for layers without one.
+        return np.where(budgets > 0, found, 0).astype(np.int64)
 
 
 def alike(kinds: list[LayerSpec]) -> bool:

@@ -16,6 +16,7 @@ from gpurt.placement.number_rules import Rules
 from gpurt.placement.reaching import Together
 
 Order = Literal["largest", "smallest", "scarcest"]
+Layout = list[tuple[NDArray[np.intp], int]]
 _ORDERS: Final[tuple[Order, ...]] = ("scarcest", "largest", "smallest")
 
 
@@ -52,13 +53,15 @@ class Layer:
         self.chosen, self.budgets = chosen, budgets
         self.weights, self.kv = (np.concatenate([[0], np.cumsum(table)]) for table in (layers.weights, layers.kv))
 
-    def possible(self) -> bool:
-        """True: there is a plan. False says nothing."""
+    def laid(self) -> Layout | None:
+        """A plan, stage by stage: the places of its devices, and the layer it ends before. None says nothing."""
         for share in sorted(self.rules.sizes):
             units = self._units(share)
-            if any(self._lay(units, order) for order in _ORDERS if len(units.members)):
-                return True
-        return False
+            for order in _ORDERS if len(units.members) else ():
+                layout = self._lay(units, order)
+                if layout is not None:
+                    return layout
+        return None
 
     def _units(self, share: int) -> _Units:
         members = self.chosen[:, None]
@@ -105,13 +108,15 @@ class Layer:
         )
         fit = np.searchsorted(table, units.budget, side="right")
         most = self.rules.most[units.members].min(axis=1)
+        fit = np.where(units.budget > 0, fit, 0)  # it takes no part, not even for layers without a byte
         return np.minimum(np.minimum(fit, units.run[:, start]), most)
 
-    def _lay(self, units: _Units, order: Order) -> bool:
+    def _lay(self, units: _Units, order: Order) -> Layout | None:
         rules, count = self.rules, self.layers.count
         least = rules.least[units.members].max(axis=1)
         free = np.ones(len(units.members), dtype=np.bool_)
         used: list[int] = []
+        ends: list[int] = []
         done = 0
         while done < count:
             allowed = free & self._allowed(units, used)
@@ -119,22 +124,24 @@ class Layer:
                 allowed &= units.takes[:, done] & self._reached(self.part.onward, units, units.members[used[-1]])
             embedding = self.layers.ends[0] if done == 0 else 0
             fit = self._fit(units, done, embedding)
-            ends = self.layers.both if done == 0 else self.layers.ends[1]
-            finishing = allowed & (self._fit(units, done, ends) >= count - done) & (least <= count - done)
+            head = self.layers.both if done == 0 else self.layers.ends[1]
+            finishing = allowed & (self._fit(units, done, head) >= count - done) & (least <= count - done)
             if used:
                 finishing &= self._reaching(self.part.back, units, units.members[used[0]])
-            if finishing.any() and self._finished(units, [*used, int(np.argmax(finishing))]):
-                return True
+            complete = [*used, int(np.argmax(finishing))]
+            if finishing.any() and self._finished(units, complete):
+                return [(units.members[unit], end) for unit, end in zip(complete, [*ends, count], strict=True)]
             # A layer is left for the last stage, which has to hold the head.
             fit = np.minimum(fit, count - done - 1)
             allowed &= (fit >= least) & (fit > 0)
             if not allowed.any():
-                return False
+                return None
             unit = self._pick(units, np.flatnonzero(allowed), fit, order)
             used.append(unit)
             free[unit] = False
             done += int(fit[unit])
-        return False
+            ends.append(done)
+        return None
 
     def _reached(self, ways: Bools | None, units: _Units, sender: NDArray[np.intp]) -> Bools:
         """Units all of whose devices are reached by some device of the sender."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from gpurt.placement.constraints import Constraints
+from gpurt.placement.constraints import Constraints, DomainLimit
 from gpurt.placement.costs import TOKEN_BYTES
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InfeasiblePlacement
@@ -19,6 +19,15 @@ from gpurt.placement.topology import Topology
 
 SPARES: Final = 48
 """Spare devices looked at, in whole nodes; more hardly ever change the plan and always take time."""
+
+
+def limits_there(constraints: Constraints, devices: Sequence[PlacementDevice]) -> tuple[DomainLimit, ...]:
+    """The limits of domains in which one of the devices lies."""
+    return tuple(
+        limit
+        for limit in constraints.domain_limits
+        if any(device.domain(limit.domain) is not None for device in devices)
+    )
 
 
 def present_constraints(constraints: Constraints, devices: Sequence[PlacementDevice]) -> Constraints:
@@ -55,6 +64,7 @@ def present_constraints(constraints: Constraints, devices: Sequence[PlacementDev
             "exclude_nodes": constraints.exclude_nodes & nodes,
             "stage_layers": tuple(entry for entry in constraints.stage_layers if entry.device in ids),
             "pins": pins,
+            "domain_limits": limits_there(constraints, devices),
         }
     )
 

@@ -267,7 +267,8 @@ def _room(ceiling: float, cost: Floats) -> Floats:
 
 def _below(values: Floats) -> NDArray[np.float32]:
     """In single precision, never more."""
-    near = values.astype(np.float32)
+    with np.errstate(over="ignore"):  # what is infinite now is made the largest number below
+        near = values.astype(np.float32)
     return np.where(near > values, np.nextafter(near, np.float32(-np.inf)), near)
 
 

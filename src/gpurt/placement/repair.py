@@ -44,6 +44,8 @@ _SLOWEST: Final = (1.0, 1.25, 1.6, 2.5, np.inf)
 _SOLVES: Final = ((0.08, 0.0), (0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
 """Seconds for the solver on the neighbourhood, and the price of movement, one after the other. The first, with all
 before it, is below a quarter of a second; without a price it also finds how near to the best a plan is."""
+_CERTAIN: Final = 1.5
+"""Times the tolerance that a plan may be slower than a bound, which nothing beats. What was promised may be beaten."""
 _SKIPPED: Final = 2
 """Survivors in a row that may be left out where nothing is lost and a change has to pay."""
 
@@ -221,7 +223,8 @@ class Repair:
         than the one before; there are no more where it is near the bound, or near what was promised of all devices."""
         near, promised, tolerance = self.search.devices, self.teller.promised, self.policy.tolerance
         solved: list[Candidate] = []
-        bound = 0.0
+        # No plan is better with fewer devices than with all: what was proved of the former plan holds.
+        bound = min(self.teller.before.bound or 0.0, promised)
         for seconds, share in _SOLVES:
             price = share * promised / whole_bytes(self.model)
             try:
@@ -237,7 +240,7 @@ class Repair:
             if share == 0.0:
                 bound = max(bound, plan.bound or 0.0)
             least = min((candidate.value for candidate in (*found, *solved)), default=np.inf)
-            if least <= max(bound, promised) * (1 + tolerance):
+            if least <= max(promised * (1 + tolerance), bound * (1 + _CERTAIN * tolerance)):
                 return solved, True
         return solved, False
 

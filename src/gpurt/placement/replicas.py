@@ -18,6 +18,7 @@ from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementCancelled, PlacementTimeout
 from gpurt.placement.incumbent import PROVEN_GAP
 from gpurt.placement.inputs import check_inputs, check_search, check_types
+from gpurt.placement.neighbourhood import limits_there
 from gpurt.placement.plan import Plan
 from gpurt.placement.replicated import ReplicatedPlan, alone, replicated_value, validate_replicas
 from gpurt.placement.shares import Block, blocks_of, divisions
@@ -197,9 +198,7 @@ class _Search:
                 # A node that is divided may be used by another share.
                 "require_nodes": frozenset(name for name in rules.require_nodes & nodes if self.nodes[name] <= ids),
                 "stage_layers": tuple(entry for entry in rules.stage_layers if entry.device in ids),
-                "domain_limits": tuple(
-                    limit for limit in rules.domain_limits if any(each.domain(limit.domain) for each in share)
-                ),
+                "domain_limits": limits_there(rules, share),
             }
         )
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from gpurt.placement.among_few import among_few
 from gpurt.placement.aside import aside
 from gpurt.placement.assembly import assemble
 from gpurt.placement.bottleneck import least_bottleneck, least_sum
@@ -18,7 +19,7 @@ from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.diagnosis import counted_out, refusal
 from gpurt.placement.engine import Engine
 from gpurt.placement.errors import InvalidPlacementInput, PlacementCancelled, PlacementTimeout
-from gpurt.placement.feasibility import Feasibility, Problem
+from gpurt.placement.feasibility import Problem
 from gpurt.placement.incumbent import PROVEN_GAP, Found
 from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.instance import Instance
@@ -95,14 +96,9 @@ class ConstraintSatisfactionPlacement:
             if found.steps is not None and (best is None or found.value < best[1].value):
                 best = instance, found
         if best is None and not np.isinf(bound) and not cancelled():
-            # Where the rules leave room for few plans, these are found among the devices that counting would take.
-            few = Feasibility(clock.deadline, search=0).devices_that_do(problem)
-            if few is not None:
-                instance = build_instance(model, few, topology, constraints)
-                found = _solve(
-                    instance, kind, Clock(max(0.01, clock.left), cancelled), seed=seed, target_gap=target_gap
-                )
-                best = (instance, found) if found.steps is not None else None
+            best = among_few(
+                problem, kind, clock, lambda few, time: _solve(few, kind, time, seed=seed, target_gap=target_gap)
+            )
         if best is None:
             if cancelled():
                 raise PlacementCancelled("cancelled before there was a plan")

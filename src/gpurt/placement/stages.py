@@ -10,7 +10,7 @@ from gpurt.placement.constraints import Constraints
 from gpurt.placement.costs import group_layer_seconds, head_seconds, resident_layers
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.grouping import can_compute, representatives
-from gpurt.placement.instance import Floats, Ints, Unit, Windows
+from gpurt.placement.instance import Bools, Floats, Ints, Unit, Windows
 from gpurt.placement.spec import LayerSpec, ModelSpec
 from gpurt.placement.topology import LinkMatrix
 
@@ -129,12 +129,17 @@ def stage_windows(
     width = max(1, min(count, width, int(high.max())))
     number = np.arange(width + 1)
     ended = np.arange(layers.starts)[:, None] + number[None, :] > count
-    per = share[:, None, None]
 
-    def bytes_with(extra: int) -> Ints:
-        weights = -(-(layers.weights[None, :, : width + 1] + extra) // per)
-        kv = -(-layers.kv[None, :, : width + 1] // per)
-        return weights + kv + layers.workspace[None, :, : width + 1]
+    def fits(extra: int, start: Ints | slice, count: Ints | slice) -> Bools:
+        """Of every unit, the stages that its bytes are enough for: one table of bytes for each size of group, not for
+        each unit, which among a thousand that hold everything would be gigabytes of numbers."""
+        found: list[Bools] = [np.empty(0, dtype=np.bool_)] * size
+        for per in sorted(set(share.tolist())):
+            need = -(-(layers.weights[start, count] + extra) // per) - (-layers.kv[start, count] // per)
+            need += layers.workspace[start, count]
+            for row in np.flatnonzero(share == per):
+                found[row] = need <= budget[row]
+        return np.array(found)
 
     allowed = (number[None, None, :] >= low[:, None, None]) & (number[None, None, :] <= high[:, None, None])
     allowed = np.broadcast_to(allowed, (size, layers.starts, width + 1)).copy()
@@ -147,18 +152,20 @@ def stage_windows(
     allowed &= ~ended[None]
     enters = takes[:, : layers.starts, None] if not layers.uniform else takes[:, -1:, None]
     seconds = np.einsum("uk,ksn->usn", speed, layers.count[:, :, : width + 1].astype(np.float64))
-    room = budget[:, None, None]
-    inner = np.where(allowed & enters & (bytes_with(0) <= room), seconds, np.inf)
-    first = np.where(allowed & (bytes_with(model.embedding_bytes) <= room), seconds, np.inf)[:, 0, :].copy()
-    tail = np.where(allowed & enters & (bytes_with(model.head_bytes) <= room), seconds + head[:, None, None], np.inf)
-    last = np.full((size, width + 1), np.inf)
-    for n in range(1, width + 1):
-        last[:, n] = tail[:, 0 if layers.uniform else count - n, n]
+    everywhere = slice(None), slice(0, width + 1)
+    inner = np.where(allowed & enters & fits(0, *everywhere), seconds, np.inf)
+    fits_first = fits(model.embedding_bytes, np.zeros_like(number), number)
+    first = np.where(allowed[:, 0] & fits_first, seconds[:, 0], np.inf)
+    # The last stage of n layers begins n before the end.
+    begin = np.where(number > 0, count - number, 0) * (not layers.uniform)
+    ends = allowed[:, begin, number] & np.broadcast_to(enters, allowed.shape)[:, begin, number] & (number > 0)
+    fits_last = fits(model.head_bytes, begin, number)
+    last = np.where(ends & fits_last, seconds[:, begin, number] + head[:, None], np.inf)
     whole = np.full(size, np.inf)
     if width == count:
         both = model.embedding_bytes + model.head_bytes - model.tied_bytes
-        fits = allowed[:, 0, count] & (bytes_with(both)[:, 0, count] <= budget)
-        whole = np.where(fits, seconds[:, 0, count] + head, np.inf)
+        alone = fits(both, np.zeros(1, dtype=np.int64), np.full(1, count))[:, 0]
+        whole = np.where(allowed[:, 0, count] & alone, seconds[:, 0, count] + head, np.inf)
         first[:, count] = np.inf
         last[:, count] = np.inf
     if not layers.uniform:

@@ -137,8 +137,9 @@ class LinkMatrix:
     estimated: NDArray[np.bool_]
 
     def seconds(self, payload_bytes: float) -> NDArray[np.float64]:
-        """Time to hand over so many bytes."""
-        return self.latency + payload_bytes / self.bandwidth
+        """Time to hand over so many bytes; infinite where no number is as large."""
+        with np.errstate(over="ignore"):
+            return self.latency + payload_bytes / self.bandwidth
 
 
 def _dense(topology: Topology, devices: Sequence[PlacementDevice]) -> LinkMatrix:
