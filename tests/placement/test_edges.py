@@ -13,12 +13,15 @@ from gpurt.placement import (
     ConstraintSatisfactionPlacement,
     DomainLimit,
     InfeasiblePlacement,
+    InvalidPlacementInput,
     LayerSpec,
     ModelSpec,
     Pin,
     PlacementDevice,
     RelaxationKind,
+    Workload,
     apply_relaxation,
+    choose_device,
     repair_placement,
     solve_replicas,
     validate_plan,
@@ -108,3 +111,46 @@ def test_pins_among_very_many_devices_are_placed_in_time(more: int) -> None:
     assert perf_counter() - begin < 20, "far past its time"
     inside = [stage for stage in plan.stages if stage.start < 40 and stage.end > 10]
     assert all(set(stage.devices) <= pinned for stage in inside)
+
+
+def test_a_large_cluster_has_no_worse_plan_than_a_part_of_it() -> None:
+    """Eight unlike devices a node make a hundred groups: of all nodes together more than there are tables for."""
+
+    def node(number: int) -> list[PlacementDevice]:
+        return [
+            PlacementDevice(
+                id=f"n{number}/{place}", node=f"n{number}", zone=f"z{number // 8}", backend="cuda",
+                usable_bytes=(6 + (7 * (8 * number + place)) % 25) << 30, memory_bandwidth=1e12 + 1e11 * place,
+                compute_flops=9e14,
+            )
+            for place in range(8)
+        ]  # fmt: skip
+
+    model = ModelSpec.uniform("m", layers=80, size_bytes=140 << 30, tensor_parallel=(1, 2, 4, 8))
+    few = [device for number in range(8) for device in node(number)]
+    many = [device for number in range(64) for device in node(number)]
+    part = SOLVER.solve_placement(model, few, time_budget=5, target_gap=0.01)
+    whole = SOLVER.solve_placement(model, many, time_budget=10, target_gap=0.01)
+    assert whole.predicted.latency_seconds <= part.predicted.latency_seconds * 1.05
+
+
+def test_a_repair_without_rules_counts_the_caches_of_the_plans_own_workload() -> None:
+    model = ModelSpec(name="m", layers=(LayerSpec(weight_bytes=10, kv_bytes_per_token=1, flops_per_token=1.0),) * 4)
+    work = Workload(context_tokens=40)
+    devices = [made(name, 130) for name in "abc"]
+    plan = SOLVER.solve_placement(model, devices, None, Constraints(workload=work))
+    left = [device for device in devices if device.id != plan.devices[0]]
+    repaired = repair_placement(plan, model, left).plan
+    assert repaired.workload == work
+    assert len(repaired.stages) == 2  # one device alone holds the weights, and not the caches
+
+
+def test_one_name_is_no_set_of_names() -> None:
+    with pytest.raises(InvalidPlacementInput, match="backends"):
+        choose_device([made("a", 100)], backends="cuda")
+
+
+def test_the_largest_device_is_told_also_where_it_is_too_small() -> None:
+    model = ModelSpec.uniform("m", layers=2, size_bytes=4 << 30)
+    with pytest.raises(InfeasiblePlacement, match=r"the largest device has 1\.0 GiB"):
+        SOLVER.solve_placement(model, [made("a", 1 << 30)])

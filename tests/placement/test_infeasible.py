@@ -126,7 +126,7 @@ def test_the_largest_layer_fits_nowhere() -> None:
     case = Problem(model(), (device("a", 99), device("b", 50)), Topology(), Constraints())
     report = refused(*case)
     assert report.constraint is ConstraintKind.LAYER
-    assert (report.largest_layer_bytes, report.largest_device_bytes) == (100 * MIB, 0)
+    assert (report.largest_layer_bytes, report.largest_device_bytes) == (100 * MIB, 99 * MIB)
     assert {each.reason for each in report.filtered} == {FilterReason.TOO_SMALL}
     check_relaxations(case, report)
 

@@ -144,7 +144,7 @@ class _Diagnosis:
             short_layers=layers.count - placeable,
             stranded_bytes=int(stranded.sum()),
             largest_layer_bytes=largest,
-            largest_device_bytes=int(room.max()) if taking else 0,
+            largest_device_bytes=int(field.raw[self.kept].clip(0).max()) if len(self.kept) else 0,
             filtered=filtered,
             devices=tuple(
                 DeviceRoom.model_construct(

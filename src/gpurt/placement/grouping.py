@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations_with_replacement
+from collections.abc import Iterator, Sequence
+from itertools import combinations_with_replacement, islice
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,8 @@ from gpurt.placement.spec import LayerSpec, ModelSpec
 from gpurt.placement.topology import LinkMatrix
 
 UNIT_LIMIT: Final = 6000
-"""Above this many units, groups of unlike devices are left out: see ``Instance.complete``."""
+"""Above this many units, of unlike devices only neighbours in size make a group: see ``Instance.complete``. There are
+tables of unit by unit."""
 
 
 def filter_devices(
@@ -103,21 +104,34 @@ def units_of(
         device = devices[group[0]]
         units.append(Unit((kind,), device.node, device.backend))
         of_node.setdefault((device.node, device.backend), []).append(kind)
-    complete = True
-    for mixed in (False, True):
-        for (node, backend), kinds in of_node.items():
-            for size in sizes:
-                if size > sum(len(members[kind]) for kind in kinds):
-                    continue
-                for chosen in combinations_with_replacement(kinds, size):
-                    alike = chosen[0] == chosen[-1]
-                    if alike == mixed or any(chosen.count(kind) > len(members[kind]) for kind in set(chosen)):
-                        continue
-                    if mixed and len(units) >= UNIT_LIMIT:
-                        complete = False
-                        break
-                    units.append(Unit(chosen, node, backend))
-    return units, complete
+    for (node, backend), kinds in of_node.items():
+        units += [Unit((kind,) * size, node, backend) for size in sizes for kind in kinds if size <= len(members[kind])]
+    every = (
+        Unit(chosen, node, backend)
+        for (node, backend), kinds in of_node.items()
+        for chosen in _mixed(kinds, members, sizes)
+    )
+    mixed = list(islice(every, max(0, UNIT_LIMIT - len(units)) + 1))
+    if len(units) + len(mixed) <= UNIT_LIMIT:
+        return units + mixed, True
+    # A group is as slow and as small as the least of its devices, so that devices of a size belong together.
+    for (node, backend), kinds in of_node.items():
+        order = sorted(kinds, key=lambda kind: (devices[members[kind][0]].budget_bytes, kind))
+        row = [kind for kind in order for _ in members[kind]]
+        groups = {tuple(sorted(row[at : at + size])) for size in sizes for at in range(len(row) - size + 1)}
+        units += [Unit(group, node, backend) for group in sorted(groups) if group[0] != group[-1]]
+    return units, False
+
+
+def _mixed(
+    kinds: Sequence[int], members: tuple[tuple[int, ...], ...], sizes: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Groups of unlike devices."""
+    held = sum(len(members[kind]) for kind in kinds)
+    for size in sizes:
+        for chosen in combinations_with_replacement(kinds, size) if size <= held else ():
+            if chosen[0] != chosen[-1] and all(chosen.count(kind) <= len(members[kind]) for kind in set(chosen)):
+                yield chosen
 
 
 def representatives(unit: Unit, members: tuple[tuple[int, ...], ...]) -> list[int]:

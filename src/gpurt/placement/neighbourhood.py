@@ -54,7 +54,7 @@ def present_constraints(constraints: Constraints, devices: Sequence[PlacementDev
         if not now.devices and not now.nodes:
             names = ", ".join(sorted(pin.devices | pin.nodes))
             raise InfeasiblePlacement(
-                f"layers {pin.start} to {pin.end} are pinned to {names}, and nothing of that is left",
+                f"layers {pin.start} to {pin.end - 1} are pinned to {names}, and nothing of that is left",
                 constraint="pins",
                 hint="bring it back, or pin the layers to other devices",
             )

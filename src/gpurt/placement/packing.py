@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,24 +63,32 @@ def _fullest_node(instance: Instance, high: Ints, units: NDArray[np.intp]) -> tu
         return found, True
     if int((room + 1).prod()) > _STATES:
         rate = high[units] / np.array([sum(uses) for uses in need])
-        left: list[int] = [int(have) for have in room]
+        spare: list[int] = [int(have) for have in room]
         chosen: list[int] = []
         for place in map(int, np.argsort(-rate, kind="stable")):
-            while all(have >= take for have, take in zip(left, need[place], strict=True)):
-                left = [have - take for have, take in zip(left, need[place], strict=True)]
+            while all(have >= take for have, take in zip(spare, need[place], strict=True)):
+                spare = [have - take for have, take in zip(spare, need[place], strict=True)]
                 chosen.append(int(units[place]))
         return chosen, False
-    best: dict[tuple[int, ...], tuple[int, list[int]]] = {}
-    for used in product(*(range(int(limit) + 1) for limit in room)):
-        top: tuple[int, list[int]] = (0, [])
+    # By what is free: the most layers that units hold in it, one kind of unit after the other, as often as it fits.
+    best = np.zeros(room + 1, dtype=np.int64)
+    for unit, uses in zip(units, need, strict=True):
+        before = best[tuple(slice(0, have + 1 - take) for have, take in zip(room, uses, strict=True))]
+        after = best[tuple(slice(take, have + 1) for have, take in zip(room, uses, strict=True))]
+        for _ in range(min(have // take for have, take in zip(room.tolist(), uses, strict=True) if take)):
+            more = before + high[unit]
+            if (more <= after).all():
+                break
+            np.maximum(after, more, out=after)
+    free, taken = tuple(room.tolist()), list[int]()
+    while best[free] > 0:
         for unit, uses in zip(units, need, strict=True):
-            before = tuple(have - take for have, take in zip(used, uses, strict=True))
-            if min(before) >= 0:
-                value, members = best[before]
-                if value + int(high[unit]) > top[0]:
-                    top = value + int(high[unit]), [*members, int(unit)]
-        best[used] = top
-    return max(best.values(), key=lambda pair: pair[0])[1], True
+            left = tuple(have - take for have, take in zip(free, uses, strict=True))
+            if min(left) >= 0 and best[left] + high[unit] == best[free]:
+                free = left
+                taken.append(int(unit))
+                break
+    return taken, True
 
 
 def packed(instance: Instance, filling: Filling) -> tuple[int, ...] | None:

@@ -258,7 +258,7 @@ def _wanted(
         memory_requirement_gb * GB,
         tflops * TFLOPS,
         None if precision is None else known_dtype(precision, "precision"),
-        None if backends is None else frozenset(backends),
+        _names(backends),
         policy,
         _ranks(preferred_vendors),
         accept_estimates,
@@ -273,3 +273,9 @@ def _ranks(vendors: Sequence[str | Enum] | None) -> dict[str, int]:
         value = name.value if isinstance(name, Enum) else name
         ranks.setdefault(str(value).lower(), len(ranks))
     return ranks
+
+
+def _names(backends: Iterable[str] | None) -> frozenset[str] | None:
+    if isinstance(backends, str):
+        raise InvalidPlacementInput(f"{backends!r} is one name: give a set of them", field="backends")
+    return None if backends is None else frozenset(backends)

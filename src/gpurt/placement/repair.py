@@ -66,8 +66,9 @@ def repair_placement(
 
     Where devices of the plan are lost, or hold less than they did, the layers concerned go elsewhere at once. Where the
     plan still stands (devices have come, or got slower or faster), it is kept unless a change near it pays for its
-    loading under ``policy``. The objective is that of ``plan``. Weights are where the plan put them, and where devices
-    say that they are (``PlacementDevice.resident``). Links and rules about what has left are left out.
+    loading under ``policy``. The objective is that of ``plan``, and so is the workload where no ``constraints`` are
+    given; rules are no part of a plan, and have to be given again. Weights are where the plan put them, and where
+    devices say that they are (``PlacementDevice.resident``). Links and rules about what has left are left out.
 
     Pure and deterministic, as far as no search ends by time. Blocks for tenths of a second; for up to ``time_budget``
     seconds where nothing near the former plan is possible. The plan passes :func:`validate_plan`.
@@ -104,19 +105,19 @@ class Repair:
                 field="plan",
             )
         check_form(plan)
+        # A plan without its workload would count no cache, and fit where it does not.
+        constraints = constraints or Constraints(workload=plan.workload)
         self.kind = plan.objective
         self.model = model
         self.devices = sorted(devices, key=lambda device: device.id)
         self.topology = (topology or Topology()).within(self.devices)
-        self.rules = present_constraints(constraints or Constraints(), self.devices)
+        self.rules = present_constraints(constraints, self.devices)
         self.policy = policy or RepairPolicy()
         self.seed = seed
         self.cancelled = cancelled
         check_inputs(model, self.devices, self.topology, self.rules)
         holdings = Holdings(model, plan, self.devices)
-        self.teller = Teller(
-            plan, model, self.devices, self.topology, constraints or Constraints(), self.policy, holdings, seed=seed
-        )
+        self.teller = Teller(plan, model, self.devices, self.topology, constraints, self.policy, holdings, seed=seed)
         near = neighbourhood(plan, model, self.devices, self.topology, self.rules)
         self.search = RepairSearch(plan, model, near, self.topology, self.rules, holdings, self.kind)
         self.teller.lost = self.search.lost

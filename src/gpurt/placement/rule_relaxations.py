@@ -120,7 +120,7 @@ class RuleRelaxations:
         return self._one(
             RelaxationKind.DROP_PIN,
             (),
-            f"without the pin of layers {pin.start} to {pin.end} to {listed(sorted(pin.devices | pin.nodes))}",
+            f"without the pin of layers {pin.start} to {pin.end - 1} to {listed(sorted(pin.devices | pin.nodes))}",
             index,
         )
 
@@ -139,7 +139,7 @@ class RuleRelaxations:
         return self._least(
             lambda steps: Relaxation(
                 kind=RelaxationKind.WIDEN_PIN,
-                change=f"layers {pin.start} to {pin.end} also on {listed(others[:steps])}",
+                change=f"layers {pin.start} to {pin.end - 1} also on {listed(others[:steps])}",
                 amount=steps,
                 before=0,
                 step=1,
