@@ -270,7 +270,7 @@ async def test_who_is_asked_for_the_state_sends_a_mark_that_is_no_event(endpoint
     finally:
         bare.undeclare()
         await asyncio.gather(node.close(), hub.close())
-    assert not [thread for thread in threading.enumerate() if thread.name == "gpurt:zenoh:events"]
+    await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "gpurt:zenoh:events"])
 
 
 @pytest.mark.parametrize("chosen", [None, "(rx: (worker_threads: 7))"])
