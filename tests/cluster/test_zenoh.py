@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpurt.cluster.bus import EventReceived
+from gpurt.cluster.bus import BusItem, EventReceived, NodeUp
 from gpurt.cluster.envelope import EventKind, decode
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusUnavailable, InvalidName
@@ -258,16 +258,26 @@ async def test_who_is_asked_for_the_state_sends_a_mark_that_is_no_event(endpoint
         "gpurt/v1/test/node/*/ev", lambda sample: sizes.append(len(sample.payload))
     )
     subscription = await hub.subscribe()
+    items: list[BusItem] = []
+
+    async def collect() -> None:
+        async for item in subscription:
+            items.append(item)
+
+    collecting = asyncio.create_task(collect())
     try:
         await node.join("n1", encode_snapshot(snapshot(epoch=E1)))
         await node.publish(b"one")
+        await until(lambda: NodeUp("n1") in items, "the node")
         assert await hub.snapshot("n1")
         await until(lambda: 0 in sizes, "the mark")
         await node.publish(b"two")
-        async with asyncio.timeout(10):
-            items = [await anext(subscription) for _ in range(3)]
-        assert [item.payload for item in items if isinstance(item, EventReceived)] == [b"one", b"two"]
+        await until(lambda: EventReceived("n1", b"two") in items, "the event behind it")
+        assert [item for item in items if item != NodeUp("n1")] == [
+            EventReceived("n1", payload) for payload in (b"one", b"two")
+        ]
     finally:
+        collecting.cancel()
         bare.undeclare()
         await asyncio.gather(node.close(), hub.close())
     await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "gpurt:zenoh:events"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from gpurt.backend import GPUBackend
+from gpurt.backends.host_copy import copy_host
 from gpurt.backends.metal import host as metal_host
 from gpurt.backends.metal.host import Computer
 from gpurt.backends.metal.memory import Block, Budget, CpuBudget, GpuBudget, drop_block, make_block
@@ -114,12 +115,12 @@ class MetalDriver(Driver):
     def write(self, index: int, mem: Block, offset: int, src: memoryview) -> None:
         import numpy as np
 
-        np.copyto(_part(mem, offset, len(src)), np.frombuffer(src, np.uint8))
+        copy_host(_part(mem, offset, len(src)), np.frombuffer(src, np.uint8))
 
     def read(self, index: int, mem: Block, offset: int, dst: memoryview) -> None:
         import numpy as np
 
-        np.copyto(np.frombuffer(dst, np.uint8), _part(mem, offset, len(dst)))
+        copy_host(np.frombuffer(dst, np.uint8), _part(mem, offset, len(dst)))
 
     def copy(
         self, src_index: int, src: Block, src_offset: int, dst_index: int, dst: Block, dst_offset: int, nbytes: int
