@@ -564,6 +564,7 @@ def census() -> tuple[int, int]:
     return mine, len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors under /proc")
 async def test_1000_cycles_give_one_event_per_change_and_leave_nothing(path: Path, root: Path) -> None:
     """A driver that hangs, recovers, loses a GPU and gets it back, again and again."""

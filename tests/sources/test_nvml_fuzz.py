@@ -157,6 +157,7 @@ def _check_answer(answer: Any) -> None:
         assert (value is None) == (name in answer.unavailable), name
 
 
+@pytest.mark.wide
 @settings(max_examples=1000, deadline=None)
 @given(TABLES)
 def test_any_table(table: dict[str, Any]) -> None:
