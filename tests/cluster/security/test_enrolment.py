@@ -122,8 +122,9 @@ def test_a_name_keeps_its_role_and_is_not_given_again(made: Made) -> None:
         enrol(made.folder, "w1", role=Role.MASTER, renew=True)
     revoke(made.folder, "w1")
     assert "w1" not in read_roster(made.hub)
-    with pytest.raises(CredentialsRefused, match="was revoked"):
-        enrol(made.folder, "w1", renew=True)
+    for renew in (False, True):
+        with pytest.raises(CredentialsRefused, match="was revoked"):
+            enrol(made.folder, "w1", renew=renew)
     with pytest.raises(CredentialsRefused, match="is not enrolled"):
         revoke(made.folder, "w1")
 

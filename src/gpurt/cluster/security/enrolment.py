@@ -171,9 +171,9 @@ def _enrol(folder: Path, place: Place, authority: Issued, name: str, role: Role,
             hint="choose another name",
         )
     if target.exists():
-        _check_due(target, name, renew)
         if role is not Role.HUB and name not in roster:
             raise CredentialsRefused(f"{name!r} was revoked", hint="choose another name")
+        _check_due(target, name, renew)
     elif role is not Role.HUB:
         # First, so that no certificate is out that the hub has not heard of.
         replace_file(folder / HUB / ROSTER, encode(Roster(names={**roster, name: role})))
