@@ -47,7 +47,7 @@ class Node:
 
     def __init__(self, name: str, engine: EventEngine, registry: Path, counter: int) -> None:
         self.name, self.engine, self.loader = name, engine, Loader()
-        fence = Fence(PromiseFile(registry), "test")
+        fence = Fence(PromiseFile(registry, "test", name))
         self.publisher = NodePublisher(engine, name, host=HOST_A, epoch=Epoch.new(counter), fence=fence)
         self.assignments = NodeAssignments(self.publisher)
         self.assignments.use(self.loader)

@@ -25,29 +25,33 @@ class StalledFile(PromiseFile):
     """A disk on which the next write waits."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, "test", "n1")
         self.stall, self.writing, self.go = False, threading.Event(), threading.Event()
 
-    def keep(self, cluster: str, promises: Promises) -> None:
+    def keep(self, promises: Promises) -> None:
         if self.stall:
             self.stall = False
             self.writing.set()
             assert self.go.wait(20)
-        super().keep(cluster, promises)
+        super().keep(promises)
 
 
 class Remembered(PromiseFile):
     """Without the flushing of each write."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, "test", "n1")
         self.kept = Promises()
 
-    def promises(self, cluster: str) -> Promises:
+    def promises(self) -> Promises:
         return self.kept
 
-    def keep(self, cluster: str, promises: Promises) -> None:
+    def keep(self, promises: Promises) -> None:
         self.kept = promises
+
+
+def file_of(registry: Path, node: str = "n1", cluster: str = "test") -> PromiseFile:
+    return PromiseFile(registry, cluster, node)
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def registry(tmp_path: Path) -> Path:
 
 
 async def started(file: PromiseFile) -> Fence:
-    fence = Fence(file, "test")
+    fence = Fence(file)
     await fence.load()
     return fence
 
@@ -76,7 +80,7 @@ async def test_a_write_whose_caller_has_gone_does_not_land_over_a_later_promise(
     assert not done, "the first write has not ended"
     file.go.set()
     await later
-    again = await started(PromiseFile(registry))
+    again = await started(file_of(registry))
     assert again.promised("llama") == fence.promised("llama")
     held = again.promised("llama")
     assert held is not None
@@ -99,7 +103,7 @@ async def test_a_term_whose_caller_has_gone_is_admitted_all_the_same(registry: P
     with pytest.raises(StaleTerm):
         await stale
     assert await later
-    assert (await started(PromiseFile(registry))).term == 7
+    assert (await started(file_of(registry))).term == 7
 
 
 async def test_instances_of_which_nothing_is_held_are_forgotten_first(registry: Path) -> None:
@@ -116,12 +120,34 @@ async def test_instances_of_which_nothing_is_held_are_forgotten_first(registry: 
 
 
 async def test_the_file_stays_small_whatever_comes_and_goes(registry: Path) -> None:
-    memory, file = Remembered(registry), PromiseFile(registry)
+    memory, file = Remembered(registry), file_of(registry)
     fence = await started(memory)
     await fence.admit(1)
     for n in range(20 * REMEMBERED):
         await fence.promise(f"instance-{n}", v(1), "x" * 64)
         await fence.promise(f"instance-{n}", v(1), "x" * 64, activated=True, empty=True)
-    await asyncio.to_thread(file.keep, "test", memory.kept)
+    await asyncio.to_thread(file.keep, memory.kept)
     assert len(await asyncio.to_thread(file.path.read_bytes)) < 400 * REMEMBERED
     assert (await started(file)).promised(f"instance-{20 * REMEMBERED - 1}") is not None
+
+
+async def test_what_one_node_was_told_is_nothing_to_another_with_the_same_registry(registry: Path) -> None:
+    fence = await started(file_of(registry))
+    await fence.admit(7)
+    await fence.set_draining(True)
+    await fence.promise("llama", v(3, 7), "a", activated=True)
+    for other in (file_of(registry, "n2"), file_of(registry, cluster="lab")):
+        new = await started(other)
+        assert (new.term, new.draining, new.promised("llama")) == (0, False, None)
+        assert await new.admit(2), "a term of its own"
+    again = await started(file_of(registry))
+    assert (again.term, again.draining) == (7, True)
+    assert again.promised("llama") == fence.promised("llama")
+    assert (await started(file_of(registry, "n2"))).term == 2
+
+
+async def test_two_nodes_that_promise_at_the_same_moment_keep_both(registry: Path) -> None:
+    fences = [await started(file_of(registry, f"n{n}")) for n in range(8)]
+    for term in (1, 2, 3):
+        await asyncio.gather(*(fence.admit(10 * n + term) for n, fence in enumerate(fences)))
+    assert [(await started(file_of(registry, f"n{n}"))).term for n in range(8)] == [10 * n + 3 for n in range(8)]

@@ -31,11 +31,10 @@ class Fence:
 
     Args:
         file: where promises outlive the process; None: nowhere.
-        cluster: whose masters these are.
     """
 
-    def __init__(self, file: PromiseFile | None = None, cluster: str = "default") -> None:
-        self._file, self._cluster = file, cluster
+    def __init__(self, file: PromiseFile | None = None) -> None:
+        self._file = file
         self._promises = Promises()
         self._lock = asyncio.Lock()
 
@@ -43,7 +42,7 @@ class Fence:
         """Take up what an earlier run has promised."""
         file = self._file
         if file is not None:
-            self._promises = await off_loop("promises", lambda: file.promises(self._cluster))
+            self._promises = await off_loop("promises", file.promises)
 
     @property
     def term(self) -> int:
@@ -134,7 +133,7 @@ class Fence:
         file = self._file
         if file is not None:
             try:
-                await off_loop("promises", lambda: file.keep(self._cluster, promises))
+                await off_loop("promises", lambda: file.keep(promises))
             except (OSError, GPUError) as exc:
                 # The node goes on: refusing every master until somebody frees the disk would be worse.
                 _log.warning("what was promised to a master is forgotten at the next start of this node: %s", exc)

@@ -47,7 +47,7 @@ class InstancePromises(BaseModel):
 
 
 class Promises(BaseModel):
-    """To the masters of one cluster."""
+    """Of one node, to the masters of its cluster."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -62,34 +62,41 @@ class PromiseDocument(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
-    clusters: Mapping[str, Promises] = Field(default_factory=dict[str, Promises])
+    nodes: Mapping[str, Promises] = Field(default_factory=dict[str, Promises])
+    """By ``CLUSTER/NODE``: what one node was told is nothing to another that has the same registry, before it or beside
+    it."""
 
 
 class PromiseFile(JsonFile[PromiseDocument]):
-    """``registry.promises.json`` beside ``registry.json``.
+    """What one node has promised, in ``registry.promises.json`` beside ``registry.json``.
 
     Args:
         registry_path: the node's registry; None is the user's own.
+        cluster: whose masters these are.
+        node: which of the nodes that have this registry.
     """
 
-    def __init__(self, registry_path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, registry_path: str | os.PathLike[str] | None, cluster: str, node: str) -> None:
         registry = default_registry_path() if registry_path is None else Path(registry_path)
         super().__init__(registry.with_name(f"{registry.stem}.promises.json"))
+        # Names have no slash in them.
+        self._place = f"{cluster}/{node}"
 
-    def promises(self, cluster: str) -> Promises:
+    def promises(self) -> Promises:
         """Those that are kept; none where nothing was promised, or nothing can be read, which is logged."""
         document = self.load()
-        return Promises() if document is None else document.clusters.get(cluster, Promises())
+        return Promises() if document is None else document.nodes.get(self._place, Promises())
 
-    def keep(self, cluster: str, promises: Promises) -> None:
-        """
+    def keep(self, promises: Promises) -> None:
+        """Replace those of this node; others' stay, also when they are written at the same moment.
+
         Raises:
             RegistryTooNew, OSError: as ``JsonFile.update``.
         """
 
         def change(old: PromiseDocument | None) -> PromiseDocument:
-            clusters = {} if old is None else dict(old.clusters)
-            return PromiseDocument(clusters={**clusters, cluster: promises})
+            nodes = {} if old is None else dict(old.nodes)
+            return PromiseDocument(nodes={**nodes, self._place: promises})
 
         self.update(change)
 

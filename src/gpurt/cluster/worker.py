@@ -146,7 +146,7 @@ async def run_worker(
             host=host,
             epoch=epoch,
             rediscover=discovery.discover_all_devices,
-            fence=Fence(PromiseFile(registry.path), config.cluster),
+            fence=Fence(PromiseFile(registry.path, config.cluster, config.node)),
         )
         assignments = NodeAssignments(publisher)
         links = await _measurable(config, publisher)
