@@ -98,7 +98,7 @@ def test_table_bars_and_totals(files: Files) -> None:
     assert bars == list(plan.devices)
     assert re.search(r" per token: .* compute, .* memory, .* links, .* fixed\n", said)
     assert re.search(r"optimal: latency .*, no plan is below .*, gap 0\.0\d%\nsolved in .* by .*, seed 0", said)
-    assert "~" not in said, "everything in this cluster is told"
+    assert "~" not in files.place("--tensor-parallel", "1")[1], "all but the links within a node is told"
 
 
 def test_estimated_and_simulated_are_marked(files: Files) -> None:
@@ -168,7 +168,14 @@ def test_every_rule_reaches_the_plan(files: Files) -> None:
     [
         (["--require", "n77"], "--require: there is no device or node 'n77'"),
         (["--pin", "0-99=n0000"], "--pin '0-99=n0000': the model has layers 0 to 31"),
-        (["--min-stages", "3", "--max-stages", "2"], "max_stages is below min_stages"),
+        (["--min-stages", "3", "--max-stages", "2"], "gpurt place: --max-stages 2 is below --min-stages 3"),
+        (["--min-nodes", "3", "--max-nodes", "2"], "gpurt place: --max-nodes 2 is below --min-nodes 3"),
+        (["--spread", "rack=1"], "--spread rack=1: no device has a label 'rack' (there are node, power, zone)"),
+        (["--replicas", "2", "--replica-domain", "powr"], "--replica-domain: no device has a label 'powr'"),
+        (["--replica-domain", "node"], "--replica-domain says how replicas are kept apart (say how many"),
+        (["--require", "n0000", "--exclude", "n0000"], "gpurt place: --require: 'n0000' is excluded as well"),
+        (["--batch", "2147483647", "--context", "2147483647"], "gpurt place: --context: the model takes"),
+        (["--pin", "0-1=n0000/d0", "--pin", "2=n0001", "--pin", "3=n0000/d0"], "gpurt place: --pin 3=n0000/d0: cyclic"),
         (["--quantisation", "q4_k_m"], "a model specification has its own"),
     ],
 )
@@ -179,12 +186,22 @@ def test_wrong_rules_are_exit_code_two(files: Files, options: list[str], said: s
 
 
 @pytest.mark.parametrize(
-    "option", ["--batch 0", "--pin x", "--pin 3-1=a", "--spread node", "--context -1", "--max-link-ms nan", "--explain"]
-)
-def test_usage_errors(files: Files, option: str) -> None:
+    "option",
+    [
+        "--batch 0", "--pin x", "--pin 3-1=a", "--spread node", "--context -1", "--max-link-ms nan", "--explain",
+        "--seed -1", "--replicas 0", "--bogus", "--time x", f"--batch {'9' * 400}", f"--context {'9' * 400}",
+        f"--max-stages {'9' * 400}", f"--pin 0-{'9' * 400}=a",
+    ],
+)  # fmt: skip
+def test_usage_errors_are_one_line_with_the_option(files: Files, option: str) -> None:
     with pytest.raises(SystemExit) as caught:
         files.place("--json", *option.split())
     assert caught.value.code == 2
+    (line,) = files.capsys.readouterr().err.splitlines()
+    assert line.startswith("gpurt place: ")
+    assert option.split()[0] in line
+    assert line.endswith("(see gpurt place --help)")
+    assert len(line) < 600
 
 
 def test_a_device_that_is_left_out_may_be_excluded_too(files: Files) -> None:
@@ -289,14 +306,8 @@ def test_numbers_of_hundreds_of_digits_are_one_line(tmp_path: Path, capsys: pyte
     }
     for name, document in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    for model, cluster, more in (
-        ("model", "there", ()),
-        ("good", "cluster", ()),
-        ("good", "there", ("--batch", "9" * 400)),
-        ("good", "there", ("--context", "9" * 400)),
-        ("good", "there", ("--max-stages", "9" * 400)),
-    ):
-        given = ["place", str(tmp_path / f"{model}.json"), "--cluster", str(tmp_path / f"{cluster}.json"), *more]
+    for model, cluster in (("model", "there"), ("good", "cluster")):
+        given = ["place", str(tmp_path / f"{model}.json"), "--cluster", str(tmp_path / f"{cluster}.json")]
         assert main(given) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
 

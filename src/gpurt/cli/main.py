@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Final
+from typing import Final, NoReturn
 
 from gpurt.cli.logs import log_to_stderr
 from gpurt.cli.signals import give_up_stdout, interrupted_by_signals
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. ``argv`` without the program's name; None is ``sys.argv[1:]``."""
     _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="gpurt", description="A device runtime for distributed inference workers.")
+    parser = _Parser(prog="gpurt", description="A device runtime for distributed inference workers.")
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="log what happens to stderr; twice: more")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -62,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = import_module(path)
             module.add_arguments(subparser)
             run = module.run
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        option = next((word for word in unknown if word.startswith("-")), None)
+        wrong = f"one argument too many: {unknown[0]}" if option is None else f"there is no option {option}"
+        (subparsers.choices.get(chosen or "") or parser).error(wrong)
     verbosity: int = args.verbose
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
     json_logs = getattr(args, "log_format", "text") == "json"
@@ -131,6 +135,15 @@ def _spell_out(error: UnicodeError) -> tuple[str | bytes, int]:
         return _SPELLINGS[character], error.start + 1
     error.end = error.start + 1
     return codecs.backslashreplace_errors(error)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error is said, and where all options are told."""
+
+    def error(self, message: str) -> NoReturn:
+        text = printable(" ".join(message.split()), MAX_LINE)
+        sys.stderr.write(f"{self.prog}: {text} (see {self.prog} --help)\n")
+        self.exit(2)
 
 
 class _Version(argparse.Action):

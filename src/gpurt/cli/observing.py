@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 CONNECT_S: Final = 5.0
 """How long a hub may take: a local one takes 20 ms, and one that is just being started again a second or two."""
+DEFAULT_ENDPOINT: Final = "tcp/127.0.0.1:7447"
+"""That of :mod:`gpurt.cluster.worker`, for a help text that does not import a cluster's engines."""
 _MAY_WATCH: Final = ("observer", "master")
 """Roles of certificates."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the hub is, and with which certificate."""
-    from gpurt.cluster.worker import DEFAULT_ENDPOINT
-
     parser.add_argument(
         "--endpoint",
         metavar="ENDPOINT",
@@ -43,7 +43,6 @@ def observer_config(args: argparse.Namespace, cluster: str | None) -> MasterConf
         GPUError: the certificate is missing, wrong, or of a role that may not watch.
     """
     from gpurt.cluster.master import MasterConfig
-    from gpurt.cluster.worker import DEFAULT_ENDPOINT
 
     identity = protected.identity_of(args)
     check_may_watch(identity)

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpurt.cli import observing, place_inputs, place_rules
+from gpurt.cli import observing, place_inputs, place_rules, place_words
 from gpurt.cli.running import run_command
 
 if TYPE_CHECKING:
-    from gpurt.placement import Constraints, InfeasiblePlacement, ModelSpec, Plan
+    from gpurt.placement import Constraints, InfeasiblePlacement, ModelSpec, Plan, ReplicatedPlan
     from gpurt.placement.inventory import Inventory
 
 EXIT_PLAN, EXIT_NO_PLAN = 0, 1
@@ -41,12 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--explain", action="store_true", help="also why, what limits, and what would help")
     shown.add_argument("--json", action="store_true", help="the plan, or why there is none, as one JSON line on stdout")
     parser.add_argument(
-        "--objective", choices=("latency", "throughput", "balanced"), default="latency", help="(default: %(default)s)"
+        "--objective",
+        choices=("latency", "throughput", "balanced"),
+        default="latency",
+        help="least time for a token, most tokens a second, or the sum of both times (default: %(default)s)",
     )
     parser.add_argument(
         "--time", metavar="S", type=seconds, default=TIME_S, help="seconds to search at most (default: %(default)s)"
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=place_rules.natural,
+        default=0,
+        help="of the search: the same one gives the same plan, where the time is enough (default: %(default)s)",
+    )
     parser.add_argument("--quantisation", metavar="NAME", help="of the weights, in place of the config.json's: q4_k_m")
     parser.add_argument("--dtype", metavar="NAME", help="of computation, in place of the config.json's: bfloat16")
     parser.add_argument("--config", metavar="FILE", help="the config.json of safetensors that have none beside them")
@@ -64,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
         GPUError: the model or the cluster cannot be read or reached, or options contradict each other.
         PlacementTimeout: neither a plan nor a proof that there is none in the time.
     """
-    model = place_inputs.read_model(args.model, quantisation=args.quantisation, dtype=args.dtype, config=args.config)
+    with place_words.in_options(args):
+        model = place_inputs.read_model(
+            args.model, quantisation=args.quantisation, dtype=args.dtype, config=args.config
+        )
     place_rules.check_model(args, model)
     if args.cluster in (None, place_inputs.LIVE):
         inventory = run_command(place_inputs.inventory_for(args))
@@ -72,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
         inventory = place_inputs.read_inventory(args.cluster)
     if args.save_cluster is not None:
         place_inputs.save_inventory(args.save_cluster, inventory)
-    constraints = place_rules.constraints_of(args, model, inventory)
-    return _Placed(args, model, inventory, constraints).show()
+    with place_words.in_options(args):
+        constraints = place_rules.constraints_of(args, model, inventory)
+        return _Placed(args, model, inventory, constraints).show()
 
 
 class _Placed:
@@ -91,21 +104,23 @@ class _Placed:
         from gpurt.placement import InfeasiblePlacement
 
         try:
-            plan = run_command(self._solve())
+            found = run_command(self._solve())
         except InfeasiblePlacement as error:
             self._show_infeasible(error)
             return EXIT_NO_PLAN
         if self.args.json:
-            _write(plan.model_dump_json())
+            _write(found.model_dump_json())
         else:
-            self._show_plan(plan)
+            self._show(found)
         return EXIT_PLAN
 
-    async def _solve(self) -> Plan:
-        from gpurt.placement import ConstraintSatisfactionPlacement
+    async def _solve(self) -> Plan | ReplicatedPlan:
+        from gpurt.placement import ConstraintSatisfactionPlacement, solve_replicas_async
 
+        one = ConstraintSatisfactionPlacement().solve_placement_async
+        solve = one if self.constraints.replicas == 1 else solve_replicas_async
         # On a thread, so that Ctrl-C is heard while a solver computes.
-        return await ConstraintSatisfactionPlacement().solve_placement_async(
+        return await solve(
             self.model,
             self.inventory.devices,
             self.inventory.topology,
@@ -115,17 +130,25 @@ class _Placed:
             seed=self.args.seed,
         )
 
-    def _show_plan(self, plan: Plan) -> None:
+    def _show(self, found: Plan | ReplicatedPlan) -> None:
         from rich.text import Text
 
         from gpurt.cli.discovered import make_console
-        from gpurt.cli.place_picture import render, render_lines
+        from gpurt.cli.place_picture import render, render_lines, render_replicas
+        from gpurt.placement import Plan
 
         console = make_console()
-        for part in render(plan, self.inventory, console.width):
+        one = isinstance(found, Plan)
+        drawn = (
+            render(found, self.inventory, console.width)
+            if one
+            else render_replicas(found, self.inventory, console.width)
+        )
+        for part in drawn:
             console.print(part, soft_wrap=isinstance(part, Text))
         if self.args.explain:
-            for line in render_lines(("", "why:", *(f"- {text}" for text in self._explanation(plan)))):
+            why = self._explanation(found) if one else self._explanation_of_replicas(found)
+            for line in render_lines(("", "why:", *(f"- {text}" for text in why))):
                 console.print(line, soft_wrap=True)
         sys.stdout.flush()
 
@@ -141,6 +164,12 @@ class _Placed:
             self.model, devices, self.constraints, plan, left_out=self.inventory.left_out, what_ifs=found
         )
 
+    def _explanation_of_replicas(self, found: ReplicatedPlan) -> Sequence[str]:
+        from gpurt.placement import explain_replicas
+
+        devices, left_out = self.inventory.devices, self.inventory.left_out
+        return explain_replicas(self.model, devices, self.constraints, found, left_out=left_out)
+
     def _show_infeasible(self, error: InfeasiblePlacement) -> None:
         from gpurt.cli.discovered import make_console
         from gpurt.cli.place_picture import render_lines
@@ -152,8 +181,8 @@ class _Placed:
             return
         console = make_console()
         left_out = [f"Not usable at all, {name}: {reason}." for name, reason in self.inventory.left_out.items()]
-        why = error.message if error.report is None else error.report.explain()
-        for line in render_lines((*why.splitlines(), *left_out)):
+        why = [error.message] if error.report is None else place_words.refusal_lines(error.report)
+        for line in render_lines((*why, *left_out)):
             console.print(line, soft_wrap=True)
         sys.stdout.flush()
 

@@ -40,7 +40,6 @@ def read_model(
         InvalidPlacementInput: it is one, with something wrong in it.
     """
     from gpurt.placement import ModelSpec
-    from gpurt.placement.spec_safetensors import spec_from_safetensors
 
     place = Path(path)
     name = place.name.lower()
@@ -53,6 +52,8 @@ def read_model(
         if name.endswith(".gguf"):
             return ModelSpec.from_gguf(place)
         if weights:
+            from gpurt.placement.spec_safetensors import spec_from_safetensors
+
             return spec_from_safetensors(place, config=config)
         if place.is_dir():
             return ModelSpec.from_config(place, quantisation=quantisation, dtype=dtype)

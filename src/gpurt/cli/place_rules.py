@@ -10,7 +10,9 @@ from typing import Final
 from gpurt.errors import GPUError
 from gpurt.placement.constraints import Constraints, DomainLimit, Pin, Workload
 from gpurt.placement.inventory import Inventory
+from gpurt.placement.record import MOST_COUNT
 from gpurt.placement.spec import ModelSpec
+from gpurt.placement.words import listed
 from gpurt.printable import quoted
 
 USUAL_CONTEXT: Final = 4096
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--context",
         metavar="TOKENS",
-        type=_natural,
+        type=natural,
         help=f"of each sequence, for the size of the cache; 0 counts none (default: {USUAL_CONTEXT}, or the model's)",
     )
     work.add_argument("--batch", metavar="N", type=_positive, default=1, help="sequences at once (default: 1)")
@@ -44,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="layers such as 0-7 on one of these; may be repeated",
     )
-    rules.add_argument("--min-stages", metavar="N", type=_positive, default=1)
-    rules.add_argument("--max-stages", metavar="N", type=_positive)
-    rules.add_argument("--min-nodes", metavar="N", type=_positive, default=1)
-    rules.add_argument("--max-nodes", metavar="N", type=_positive)
+    rules.add_argument("--min-stages", metavar="N", type=_positive, default=1, help="stages at least (default: 1)")
+    rules.add_argument("--max-stages", metavar="N", type=_positive, help="stages at most")
+    rules.add_argument("--min-nodes", metavar="N", type=_positive, default=1, help="nodes at least (default: 1)")
+    rules.add_argument("--max-nodes", metavar="N", type=_positive, help="nodes at most")
     rules.add_argument(
         "--spread",
         metavar="DOMAIN=N",
@@ -61,6 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rules.add_argument("--tensor-parallel", metavar="N", type=_positive, help="devices in one stage at most")
     rules.add_argument("--same-backend", action="store_true", help="all stages use one backend")
+    rules.add_argument(
+        "--replicas",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="whole pipelines, on devices of their own (default: 1)",
+    )
+    rules.add_argument(
+        "--replica-domain", metavar="KIND", help="no two replicas in one node, zone, or label such as power"
+    )
 
 
 def check_model(args: argparse.Namespace, model: ModelSpec) -> None:
@@ -80,9 +92,20 @@ def check_model(args: argparse.Namespace, model: ModelSpec) -> None:
 def constraints_of(args: argparse.Namespace, model: ModelSpec, inventory: Inventory) -> Constraints:
     """
     Raises:
-        GPUError: a name is neither a device nor a node.
-        InvalidPlacementInput: rules contradict each other.
+        GPUError: a name is neither a device nor a node, or options contradict each other.
     """
+    for least, most, what in ((args.min_stages, args.max_stages, "stages"), (args.min_nodes, args.max_nodes, "nodes")):
+        if most is not None and most < least:
+            raise GPUError(f"--max-{what} {most} is below --min-{what} {least}")
+    if args.replica_domain is not None and args.replicas == 1:
+        raise GPUError("--replica-domain says how replicas are kept apart", hint="say how many with --replicas")
+    for option, domain in (
+        *((f"--spread {domain}={most}", domain) for domain, most in args.spread),
+        ("--replica-domain", args.replica_domain),
+    ):
+        if domain is not None and all(device.domain(domain) is None for device in inventory.devices):
+            there = sorted({"node", "zone", *(label for device in inventory.devices for label in device.labels)})
+            raise GPUError(f"{option}: no device has a label {quoted(domain)}", hint=f"there are {', '.join(there)}")
     context = args.context
     if context is None:
         context = min(USUAL_CONTEXT, model.context_tokens_max or USUAL_CONTEXT)
@@ -93,7 +116,7 @@ def constraints_of(args: argparse.Namespace, model: ModelSpec, inventory: Invent
             if name not in ids | nodes:
                 raise GPUError(
                     f"{option}: there is no device or node {quoted(name)} that may be used",
-                    hint=f"devices: {', '.join(sorted(ids)[:8])}",
+                    hint=f"devices: {listed(sorted(ids), 8)}",
                 )
         return frozenset(names) & ids, frozenset(names) & (nodes - ids)
 
@@ -119,17 +142,23 @@ def constraints_of(args: argparse.Namespace, model: ModelSpec, inventory: Invent
         max_link_seconds=args.max_link_ms and args.max_link_ms / 1000,
         tensor_parallel_max=args.tensor_parallel,
         same_backend=args.same_backend,
+        replicas=args.replicas,
+        replica_domain=args.replica_domain,
     )
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
+    """A number that placement can count to."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of 0 or more")
+    # By its digits: Python itself refuses to read very long numbers.
+    if len(text.lstrip("0")) > len(str(MOST_COUNT)) or int(text) > MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is more than {MOST_COUNT:,}")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    number = _natural(text)
+    number = natural(text)
     if number == 0:
         raise argparse.ArgumentTypeError("it must be 1 or more")
     return number
@@ -141,15 +170,15 @@ def _milliseconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of milliseconds")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a positive number of milliseconds")
     return value
 
 
 def _pin(text: str) -> tuple[int, int, tuple[str, ...]]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?=(.+)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} does not have the form 0-7=NAME")
-    first, last = int(match[1]), int(match[2] or match[1])
+        raise argparse.ArgumentTypeError(f"{quoted(text)} does not have the form 0-7=NAME")
+    first, last = natural(match[1]), natural(match[2] or match[1])
     if last < first:
         raise argparse.ArgumentTypeError(f"layers {first} to {last} are none")
     return first, last + 1, tuple(match[3].split(","))
@@ -158,5 +187,5 @@ def _pin(text: str) -> tuple[int, int, tuple[str, ...]]:
 def _spread(text: str) -> tuple[str, int]:
     domain, _, most = text.partition("=")
     if not domain or not most:
-        raise argparse.ArgumentTypeError(f"{text!r} does not have the form node=1")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} does not have the form node=1")
     return domain, _positive(most)

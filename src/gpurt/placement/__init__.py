@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from gpurt.placement.repair import repair_placement
     from gpurt.placement.replanning import FailedRepair, ProposedPlan, Replanner
     from gpurt.placement.replicas import solve_replicas, solve_replicas_async
+    from gpurt.placement.replicas_explained import explain_replicas
     from gpurt.placement.replicated import ReplicatedPlan, validate_replicas
     from gpurt.placement.retelling import RepairMethod, RepairResult
     from gpurt.placement.solver import ConstraintSatisfactionPlacement
@@ -127,6 +128,7 @@ __all__ = [
     "device_from_gpu",
     "devices_from_view",
     "explain_plan",
+    "explain_replicas",
     "get_cross_vendor_capabilities",
     "get_optimal_device",
     "get_optimal_device_placement",
@@ -208,6 +210,7 @@ _HOMES = {
     "repair": ("repair_placement",),
     "replanning": ("FailedRepair", "ProposedPlan", "Replanner"),
     "replicas": ("solve_replicas", "solve_replicas_async"),
+    "replicas_explained": ("explain_replicas",),
     "replicated": ("ReplicatedPlan", "validate_replicas"),
     "retelling": ("RepairMethod", "RepairResult"),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from gpurt.placement.constraints import ObjectiveKind
 from gpurt.placement.costs import (
     TOKEN_BYTES,
@@ -67,7 +69,9 @@ def assemble(
         link_seconds=links,
         overhead_seconds=overhead,
         bottleneck_seconds=max([*(stage.seconds for stage in stages), *(hop.seconds for hop in hops)]),
-        estimated=any(device.estimated for device in used) or any(hop.estimated for hop in hops),
+        estimated=any(device.estimated for device in used)
+        or any(hop.estimated for hop in hops)
+        or any(stage.link_estimated for stage in stages),
     )
     price = instance.constraints.movement_seconds_per_byte
     value = objective_value(objective, prediction) + price * sum(
@@ -158,6 +162,7 @@ def _stage(instance: Instance, step: Step, group: list[int]) -> Stage:
         compute_seconds=max(0.0, compute),
         overhead_seconds=overhead,
         link_seconds=links,
+        link_estimated=bool(instance.links.estimated[np.ix_(group, group)].any()),
         held=tuple(_held(instance, devices[index], step, share) for index in group),
     )
 

@@ -55,6 +55,8 @@ class Stage(PlacementRecord):
     """Per token: fixed cost per layer."""
     link_seconds: float = Field(ge=0)
     """Per token: sums within the tensor-parallel group."""
+    link_estimated: bool = False
+    """Some link within the tensor-parallel group was not measured; false for a device alone."""
     held: tuple[DeviceBytes, ...]
 
     @property

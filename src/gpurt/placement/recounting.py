@@ -83,6 +83,15 @@ class Recount:
                     slowest = min(slowest, float(self.links.bandwidth[self.place[one], self.place[other]]))
         return ceil(log2(size)) * latency + 2 * (size - 1) / size * payload / slowest
 
+    def group_estimated(self, stage: Stage) -> bool:
+        """Whether some link between its devices was not measured."""
+        return any(
+            bool(self.links.estimated[self.place[one], self.place[other]])
+            for one in stage.devices
+            for other in stage.devices
+            if one != other
+        )
+
     def hop_seconds(self, source: Stage, target: Stage, payload: int) -> float:
         slowest = 0.0
         for receiver in target.devices:

@@ -186,6 +186,8 @@ class _Validator:
         for number, (stage, real) in enumerate(zip(plan.stages, seconds, strict=True)):
             if not _close(stage.seconds, real):
                 _broken("time", f"stages.{number}", f"{stage.seconds} s are told, {real} s it takes")
+            if stage.link_estimated != self.count.group_estimated(stage):
+                _broken("estimated", f"stages.{number}.link_estimated", "the links of its group say otherwise")
         ways: list[float] = []
         count = len(plan.stages)
         for number, hop in enumerate(plan.hops):
