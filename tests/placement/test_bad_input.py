@@ -369,3 +369,55 @@ def test_a_plan_that_contradicts_itself_is_used_by_nobody(lie: str) -> None:
     ):
         with pytest.raises(InvalidPlan):
             use()
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: device("a", memory_bandwidth=5e-324), "memory_bandwidth"),
+        (lambda: device("a", compute_flops=1e-300), "compute_flops"),
+        (lambda: device("a", load_bandwidth=1e-30), "load_bandwidth"),
+        (lambda: device("a", node_load_bandwidth=1e-30), "node_load_bandwidth"),
+        (lambda: device("a", launch_seconds=1e307), "launch_seconds"),
+        (lambda: Link(source="a", target="b", latency_seconds=0.0, bandwidth=5e-324), "bandwidth"),
+        (lambda: Link(source="a", target="b", latency_seconds=1e307, bandwidth=1.0), "latency_seconds"),
+        (lambda: LinkClass(latency_seconds=0.0, bandwidth=5e-324), "bandwidth"),
+        (lambda: LinkClass(latency_seconds=1e307, bandwidth=1.0), "latency_seconds"),
+        (lambda: table(np.full((2, 2), 0.5), np.full((2, 2), 5e-324), names=("a", "b")), "bandwidth"),
+        (lambda: table(np.full((2, 2), 1e307), np.full((2, 2), 1.0), names=("a", "b")), "latency_seconds"),
+        (lambda: LayerSpec(weight_bytes=1, flops_per_token=1e307), "flops_per_token"),
+        (lambda: model(head_flops_per_token=1e307), "head_flops_per_token"),
+        (lambda: Constraints(max_link_seconds=5e-324), "max_link_seconds"),
+        (lambda: Constraints(movement_seconds_per_byte=1e307), "movement_seconds_per_byte"),
+    ],
+)  # fmt: skip
+def test_rates_and_times_of_nothing_there_is_name_their_field(build: Callable[[], object], field: str) -> None:
+    with pytest.raises(InvalidPlacementInput) as caught:
+        build()
+    assert caught.value.field == field
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("objective", ["latency", "throughput", "balanced"])
+def test_the_slowest_and_dearest_there_may_be_have_a_plan_without_a_warning(objective: str) -> None:
+    slow = {"memory_bandwidth": 1e-3, "compute_flops": 1e-3, "load_bandwidth": 1e-3, "launch_seconds": 1e9}
+    spec = ModelSpec.uniform(
+        "m", layers=4, size_bytes=1 << 53, flops_per_token=1e30, head_flops_per_token=1e30,
+        activation_bytes_per_token=1 << 40, tensor_parallel=(1, 2),
+    )  # fmt: skip
+    devices = [device(name, 3 << 51, node="n", **slow) for name in "ab"]
+    links = [
+        Link(source=one, target=other, latency_seconds=1e9, bandwidth=1e-3) for one, other in (("a", "b"), ("b", "a"))
+    ]
+    rules = Constraints(movement_seconds_per_byte=1e9)
+    plan = ConstraintSatisfactionPlacement().solve_placement(
+        spec, devices, Topology(links=tuple(links)), rules, objective=objective, time_budget=2
+    )
+    assert set(plan.devices) == {"a", "b"}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("field", ["memory_bandwidth", "compute_flops", "load_bandwidth"])
+def test_a_rate_past_all_others_is_a_rate(field: str) -> None:
+    plan = solve(devices=[device("a", 400, **{field: 1.7e308}), device("b", 1000)])
+    assert plan.devices

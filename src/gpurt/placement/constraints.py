@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.record import MOST_COUNT, PlacementRecord
+from gpurt.placement.record import LEAST_SECONDS, MOST_COUNT, MOST_SECONDS, PlacementRecord
 
 
 class ObjectiveKind(StrEnum):
@@ -81,7 +81,7 @@ class Constraints(PlacementRecord):
     max_nodes: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     domain_limits: tuple[DomainLimit, ...] = ()
     """Anti-affinity."""
-    max_link_seconds: float | None = Field(default=None, gt=0)
+    max_link_seconds: float | None = Field(default=None, ge=LEAST_SECONDS)
     """No hand-over between stages takes longer than this: latency + bytes / bandwidth."""
     tensor_parallel_max: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     """1: no tensor parallelism."""
@@ -92,7 +92,7 @@ class Constraints(PlacementRecord):
     More than one: :func:`gpurt.placement.solve_replicas`."""
     replica_domain: str | None = Field(default=None, min_length=1)
     """No two replicas use the same failure domain of this kind (``node``, ``zone`` or a label)."""
-    movement_seconds_per_byte: float = Field(default=0.0, ge=0)
+    movement_seconds_per_byte: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Cost of every weight byte that is not on its device yet, in seconds of time per token: load time divided by the
     number of tokens over which it may be won back."""
 

@@ -7,6 +7,7 @@ of a table or of the vendor are multiplied by an efficiency and marked in ``esti
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -14,7 +15,7 @@ from pydantic import Field, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.peak_rates import vendor_peak_flops
-from gpurt.placement.record import MOST_BYTES, PlacementRecord
+from gpurt.placement.record import LEAST_RATE, MOST_BYTES, MOST_SECONDS, PlacementRecord
 from gpurt.types import DeviceKind, DeviceSpeeds, DeviceState, GPUDevice
 
 BANDWIDTH_EFFICIENCY: Final = 0.7
@@ -73,15 +74,15 @@ class PlacementDevice(PlacementRecord):
     """Left free."""
     overhead_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """What the backend's runtime takes for itself: context, kernels."""
-    memory_bandwidth: float = Field(gt=0)
+    memory_bandwidth: float = Field(ge=LEAST_RATE)
     """Bytes/s while weights are read."""
-    compute_flops: float = Field(gt=0)
+    compute_flops: float = Field(ge=LEAST_RATE)
     """FLOP/s in the model's data type."""
-    load_bandwidth: float | None = Field(default=None, gt=0)
+    load_bandwidth: float | None = Field(default=None, ge=LEAST_RATE)
     """Bytes/s at which weights arrive on it from where they are stored; None: not known."""
-    node_load_bandwidth: float | None = Field(default=None, gt=0)
+    node_load_bandwidth: float | None = Field(default=None, ge=LEAST_RATE)
     """The same for all devices of its node together, when all load at once; None: not known to be less than the sum."""
-    launch_seconds: float = Field(default=0.0, ge=0)
+    launch_seconds: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Fixed time per layer."""
     dtypes: frozenset[str] | None = None
     """Data types it computes in; None: not known, not checked."""
@@ -141,22 +142,20 @@ def device_from_gpu(
     table_bandwidth, table_flops = FALLBACK_SPEEDS[device.kind]
     estimated: set[str] = set()
     if memory_bandwidth is None:
-        if speeds is not None and speeds.memory_gbps is not None:
-            memory_bandwidth = speeds.memory_gbps * 1e9
-        else:
+        memory_bandwidth = _rate(speeds and speeds.memory_gbps)
+        if memory_bandwidth is None:
             estimated.add("memory_bandwidth")
-            peak = device.bandwidth_gbps * 1e9 if device.bandwidth_gbps else table_bandwidth
-            memory_bandwidth = peak * BANDWIDTH_EFFICIENCY
+            memory_bandwidth = (_rate(device.bandwidth_gbps) or table_bandwidth) * BANDWIDTH_EFFICIENCY
     if compute_flops is None:
-        single, half = (speeds.fp32_tflops, speeds.bf16_tflops) if speeds is not None else (None, None)
-        best = max(single or 0.0, half or 0.0) * 1e12
+        single, half = _rate(speeds and speeds.fp32_tflops, 1e12), _rate(speeds and speeds.bf16_tflops, 1e12)
+        best = max(single or 0.0, half or 0.0)
         if half is None and (best == 0 or device.tensor_core_count):
             estimated.add("compute_flops")
         compute_flops = best or (vendor_peak_flops(device) or table_flops) * COMPUTE_EFFICIENCY
     together: float | None = None
-    if load_bandwidth is None and speeds is not None and speeds.load_gbps is not None:
-        load_bandwidth = speeds.load_gbps * 1e9
-        together = None if speeds.load_together_gbps is None else speeds.load_together_gbps * 1e9
+    if load_bandwidth is None and speeds is not None:
+        load_bandwidth = _rate(speeds.load_gbps)
+        together = _rate(speeds.load_together_gbps) if load_bandwidth is not None else None
     return PlacementDevice(
         id=f"{node}/{key or device.stable_id}",
         node=node,
@@ -176,6 +175,12 @@ def device_from_gpu(
         resident=resident,
         estimated=frozenset(estimated),
     )
+
+
+def _rate(figure: float | None, unit: float = 1e9) -> float | None:
+    """A figure of so many a second; None where nobody knows it, and where it is of no device there is."""
+    rate = None if figure is None else figure * unit
+    return rate if rate is not None and 1 <= rate < inf else None
 
 
 def devices_from_view(

@@ -10,6 +10,7 @@ import numpy as np
 
 from gpurt.placement.beam import Beam
 from gpurt.placement.elimination import through_units, useful_arcs
+from gpurt.placement.every_order import any_plan
 from gpurt.placement.exact_cpsat import PAIR_LIMIT, cpsat_available, solve_cpsat, stage_count
 from gpurt.placement.exact_highs import highs_available, linear_start, solve_highs
 from gpurt.placement.filling import Filling
@@ -76,6 +77,9 @@ class Engine(Incumbent):
             if order is not None:
                 units, _ = search.run(order, search.value(order), rounds=0)
                 self.offer(search.filling.steps(units), "packing")
+        if self.steps is None and any_plan(self.instance, clock.slice(clock.left * 0.2)) is False:
+            self.raise_bound(np.inf, "every order")
+            return
         if self.done():
             return
         # Many stages make a problem of order, and little room one of packing: there integer programming is ahead. Few

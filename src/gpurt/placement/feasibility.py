@@ -15,6 +15,7 @@ from gpurt.placement.constraints import Constraints
 from gpurt.placement.counting import Bound, count_layers
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.engine import Engine
+from gpurt.placement.every_order import any_plan
 from gpurt.placement.field import Field, integers
 from gpurt.placement.grouping import filter_devices
 from gpurt.placement.holding import Holding, bytes_suffice, room_for_every_kind
@@ -269,6 +270,12 @@ class Feasibility:
                     continue
                 instance = build_instance(model, picked, topology.within(picked), rules)
                 clock = Clock(max(0.01, min(self.search, self.deadline - monotonic())), self.cancelled)
+                tried = any_plan(instance, clock.over)
+                if tried:
+                    return True
+                if tried is False:
+                    complete &= instance.complete
+                    continue
                 found = Engine(instance, clock, seed=0, target_gap=np.inf).run()
                 if found.steps is not None:
                     return True

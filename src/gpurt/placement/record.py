@@ -14,6 +14,14 @@ MOST_TOGETHER: Final = 1 << 60
 """Largest sum of sizes: sums of several such still fit into 64 bits."""
 MOST_COUNT: Final = (1 << 31) - 1
 """Of tokens, sequences, stages, nodes."""
+LEAST_RATE: Final = 1e-3
+"""Bytes or operations a second: below, a stage would take longer than any number says."""
+MOST_OPERATIONS: Final = 1e30
+"""Of a layer, for one token."""
+LEAST_SECONDS: Final = 1e-12
+"""Of a limit of time: light goes a third of a millimetre."""
+MOST_SECONDS: Final = 1e9
+"""Thirty years: sums and products of such stay far within what floating point holds."""
 
 
 def invalid_input(kind: str, error: ValidationError) -> InvalidPlacementInput:

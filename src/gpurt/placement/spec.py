@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.record import MOST_BYTES, MOST_COUNT, MOST_TOGETHER, PlacementRecord
+from gpurt.placement.record import MOST_BYTES, MOST_COUNT, MOST_OPERATIONS, MOST_TOGETHER, PlacementRecord
 
 
 class LayerSpec(PlacementRecord):
@@ -29,7 +29,7 @@ class LayerSpec(PlacementRecord):
     """The cache keeps at most so many tokens of a sequence (sliding window); None: all of them."""
     state_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Bytes kept per sequence whatever its length (recurrent state)."""
-    flops_per_token: float = Field(default=0.0, ge=0)
+    flops_per_token: float = Field(default=0.0, ge=0, le=MOST_OPERATIONS)
     """2 x the parameters that one token passes."""
     activation_bytes_per_token: int = Field(default=0, ge=0, le=MOST_BYTES)
     """What this layer hands to the next one, per token."""
@@ -60,7 +60,7 @@ class ModelSpec(PlacementRecord):
     """Held by the last stage: output projection and last norm."""
     tied_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Bytes that embedding and head share: counted once where first and last stage are one; 0 where not tied."""
-    head_flops_per_token: float = Field(default=0.0, ge=0)
+    head_flops_per_token: float = Field(default=0.0, ge=0, le=MOST_OPERATIONS)
     hidden_size: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     attention_heads: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     kv_heads: int | None = Field(default=None, ge=1, le=MOST_COUNT)

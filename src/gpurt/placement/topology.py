@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, field_serializer, field_validator, model
 
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import LEAST_RATE, MOST_SECONDS, PlacementRecord
 
 
 class Locality(StrEnum):
@@ -27,8 +27,8 @@ class Locality(StrEnum):
 class LinkClass(PlacementRecord):
     """What is assumed of a link that nobody measured."""
 
-    latency_seconds: float = Field(ge=0)
-    bandwidth: float = Field(gt=0)
+    latency_seconds: float = Field(ge=0, le=MOST_SECONDS)
+    bandwidth: float = Field(ge=LEAST_RATE)
     """Bytes/s."""
 
 
@@ -45,8 +45,8 @@ class Link(PlacementRecord):
 
     source: str = Field(min_length=1)
     target: str = Field(min_length=1)
-    latency_seconds: float = Field(ge=0)
-    bandwidth: float = Field(gt=0)
+    latency_seconds: float = Field(ge=0, le=MOST_SECONDS)
+    bandwidth: float = Field(ge=LEAST_RATE)
     """Bytes/s."""
     estimated: bool = False
     transport: str | None = None
@@ -87,8 +87,12 @@ class LinkTable(PlacementRecord):
             raise InvalidPlacementInput("they are not unique", field="names")
         if (self.latency_seconds < 0).any():
             raise InvalidPlacementInput("one is negative", field="latency_seconds")
+        if (np.isfinite(self.latency_seconds) & (self.latency_seconds > MOST_SECONDS)).any():
+            raise InvalidPlacementInput(f"one is above {MOST_SECONDS:g} seconds", field="latency_seconds")
         if (self.bandwidth <= 0).any():
             raise InvalidPlacementInput("one is not positive", field="bandwidth")
+        if (self.bandwidth < LEAST_RATE).any():
+            raise InvalidPlacementInput(f"one is below {LEAST_RATE:g} bytes a second", field="bandwidth")
         return self
 
 
