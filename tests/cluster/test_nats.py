@@ -314,7 +314,7 @@ async def test_a_start_waits_for_a_server_says_so_once_and_is_cancelled_at_once(
     find_nats_server()
     engine = NatsEngine(cluster="test", endpoint=f"nats://127.0.0.1:{free_port()}")
     starting = asyncio.create_task(engine.start())
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         await until(lambda: "is not there yet" in caplog.text, "the word that there is no server")
         await asyncio.sleep(0.6)
     assert caplog.text.count("is not there yet") == 1

@@ -205,7 +205,7 @@ async def test_two_starts_at_once_both_wait_for_the_session(endpoint: str) -> No
 
 async def test_a_close_ends_a_start_that_waits_and_says_why(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     node = ZenohEngine(cluster="test", endpoint=endpoint)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         starting = asyncio.create_task(node.start())
         await until(lambda: "waiting for a master" in caplog.text, "the word that there is no master")
         await node.close()

@@ -262,7 +262,7 @@ def test_an_empty_simulation_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_one_device_is_not_1_devices() -> None:
-    from gpurt.cli.worker import counted
+    from gpurt.cli.worker_words import counted
 
     assert [counted(number, "device") for number in (0, 1, 2)] == ["0 devices", "1 device", "2 devices"]
 

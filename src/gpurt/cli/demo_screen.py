@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from gpurt.cli.cluster_table import change_line, cluster_table
-from gpurt.cli.worker import counted
+from gpurt.cli.worker_words import counted
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from gpurt.cluster.connection import CONNECTION_LOG
 from gpurt.printable import MAX_LINE, printable
 
 
@@ -13,7 +14,9 @@ class _OneLine(logging.Formatter):
     devices in them, which must neither drive the terminal nor fill it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(super().formatMessage(record), MAX_LINE)
+        # That a hub is waited for is an answer to who has started us, not a record with a level.
+        text = record.message if record.name == CONNECTION_LOG else super().formatMessage(record)
+        return printable(text, MAX_LINE)
 
     def formatException(self, ei: object) -> str:
         text = super().formatException(ei)  # pyright: ignore[reportArgumentType]  (whatever logging has)
@@ -21,7 +24,11 @@ class _OneLine(logging.Formatter):
 
 
 def log_to_stderr(level: int) -> None:
-    """Show records of ``level`` and above, unless whoever runs us has set up logging already."""
+    """Show records of ``level`` and above, and what happens to the connection as plain lines, unless whoever runs us
+    has set up logging already."""
+    if logging.root.handlers:
+        return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger(CONNECTION_LOG).setLevel(min(level, logging.INFO))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.cli import observing
 from gpurt.cli.running import run_command
+from gpurt.cluster.connection import CONNECTION_LOG
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -188,10 +189,12 @@ class Watch:
 
 
 class _Heard(logging.Handler):
-    """Within ``with``: what the cluster layer warns of goes into a list, and not onto the picture."""
+    """Within ``with``: what the cluster layer warns of, and what happens to the connection, goes into a list, and not
+    onto the picture."""
 
     def __init__(self, notices: deque[tuple[float, str]]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
+        self.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == CONNECTION_LOG)
         self._notices = notices
         self._logger = logging.getLogger("gpurt.cluster")
         self._propagated = self._logger.propagate

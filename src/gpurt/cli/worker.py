@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.cli import protected
+from gpurt.cli import worker_words as words
 from gpurt.cli.json_logs import add_log_format, speak_for
 from gpurt.cli.metrics_option import add_metrics, metrics_served
 from gpurt.cli.running import run_command
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from gpurt.cli.checkpoint_shards import CheckpointShards
     from gpurt.cluster.worker import Worker
 
+HEARD_S: Final = 2.0
+"""A master that is there asks within some milliseconds."""
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -138,6 +142,8 @@ class _Session:
         self.check_bytes, self.calibrate = check_bytes, calibrate
         self.weights, self.verify = weights, verify
         self._shards: CheckpointShards | None = None
+        self._worker: Worker | None = None
+        self._heard = asyncio.Event()
         self.as_json = as_json
 
     async def observed(self, metrics: tuple[str, int] | None, exit_with_stdin: bool) -> None:
@@ -147,7 +153,9 @@ class _Session:
     async def run(self, exit_with_stdin: bool) -> None:
         from gpurt.cluster.worker import run_worker
 
-        worker = asyncio.create_task(run_worker(self.config, on_ready=self._ready), name="gpurt-worker")
+        worker = asyncio.create_task(
+            run_worker(self.config, on_ready=self._ready, on_heard=self._hear), name="gpurt-worker"
+        )
         if exit_with_stdin:
             _when_stdin_ends(asyncio.get_running_loop(), worker.cancel)
         try:
@@ -164,11 +172,14 @@ class _Session:
 
             self.logging = asyncio.create_task(log_events(self.config.node, worker.discovery.subscribe()))
         snapshot = worker.publisher.snapshot()
-        self._say(
-            {"event": "joined", "node": snapshot.node, "devices": [d.stable_id for d in snapshot.gpu_devices]},
-            f"{snapshot.node} joined {self.config.cluster} at {self.config.endpoint} "
-            f"with {counted(len(snapshot.gpu_devices), 'device')}",
-        )
+        # What the node is comes before what it does, but for who is not heard nothing waits.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S):
+                await self._heard.wait()
+            self._say_joined(worker)
+        self._worker, worker.publisher.on_draining = worker, self._drains
+        if snapshot.draining:
+            self._drains(True)
         if worker.backend is not None:
             await self._hold(worker, worker.backend)
             return
@@ -181,6 +192,22 @@ class _Session:
                 # Its library tells more than the system does: of some devices it alone tells anything.
                 worker.monitoring.use(backend)
             await self._hold(worker, backend)
+
+    def _hear(self, heard: bool) -> None:
+        if not heard:
+            self._heard.clear()
+            self._say(*words.unheard(self.config))
+            return
+        self._heard.set()
+        if self._worker is not None:
+            self._say_joined(self._worker)
+
+    def _say_joined(self, worker: Worker) -> None:
+        """Only now: a node that is connected and that no master sees has not joined anything."""
+        self._say(*words.joined(self.config, [d.stable_id for d in worker.publisher.snapshot().gpu_devices]))
+
+    def _drains(self, draining: bool) -> None:
+        self._say(*words.drains(self.config.node, draining))
 
     async def _hold(self, worker: Worker, backend: GPUBackend) -> None:
         """Serve, and keep what is loaded until the worker ends."""
@@ -238,15 +265,7 @@ class _Session:
         self._say({"event": "calibrated", "devices": told}, f"calibrated: {', '.join(map(': '.join, told.items()))}")
 
     def _loaded(self, told: dict[str, Any]) -> None:
-        text = None
-        if told["event"] == "shards":
-            ranges = ", ".join(f"{each['start']}-{each['end'] - 1} on {each['device']}" for each in told["stages"])
-            text = (
-                f"{told['instance']} under plan {told['version']}: "
-                f"{f'layers {ranges}' if ranges else 'nothing any more'}; "
-                f"{told['loaded_bytes']:,} bytes loaded in {told['seconds']:.2f} s"
-            )
-        self._say(told, text)
+        self._say(*words.loaded(told))
 
     def _say(self, document: dict[str, Any], text: str | None) -> None:
         if self.as_json:
@@ -271,10 +290,6 @@ def _when_stdin_ends(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
             return  # the loop has ended already
 
     threading.Thread(target=watch, name="gpurt:stdin", daemon=True).start()
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def default_node() -> str:

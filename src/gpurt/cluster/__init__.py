@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gpurt.cluster.assignment import Acknowledgement, Assignment, Refusal
     from gpurt.cluster.board import ReadingsBoard
     from gpurt.cluster.changes import Change, ChangeKind
+    from gpurt.cluster.commands import request_drain
     from gpurt.cluster.commit_result import CommitResult, CommitStatus
     from gpurt.cluster.committer import PlacementCommitter, latest_version
     from gpurt.cluster.epoch import Epoch
@@ -59,6 +60,7 @@ __all__ = [
     "ZenohEngine",
     "latest_version",
     "pairs_to_measure",
+    "request_drain",
     "request_links",
     "run_master",
     "run_worker",
@@ -71,6 +73,7 @@ _HOMES = {
     "assignment": ("Acknowledgement", "Assignment", "Refusal"),
     "board": ("ReadingsBoard",),
     "changes": ("Change", "ChangeKind"),
+    "commands": ("request_drain",),
     "commit_result": ("CommitResult", "CommitStatus"),
     "committer": ("PlacementCommitter", "latest_version"),
     "epoch": ("Epoch",),

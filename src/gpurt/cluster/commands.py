@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from gpurt.cluster.assignment import Acknowledgement, Assignment
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, EventEngine
 from gpurt.cluster.envelope import check_size, strict_json, summary
-from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.errors import MalformedEvent, StaleTerm
 from gpurt.cluster.link_protocol import LinkBudget
 from gpurt.cluster.peer_links import PeerLink
 from gpurt.cluster.shards import Name
@@ -88,6 +88,17 @@ class MeasureLinks(Command):
     """For each of them."""
 
 
+class DrainAnswer(BaseModel):
+    """Whether the node does it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    term: int = Field(ge=0, le=MAX_NUMBER)
+    """The latest that it has heard of."""
+    refused: str | None = None
+    """In words, where the command was of an earlier one."""
+
+
 class LinksAnswer(BaseModel):
     """What came of it."""
 
@@ -135,10 +146,22 @@ async def request_drain(
     when the node is started again. Its devices are not available any more in the master's view; what lies on them
     stays until a plan moves it.
 
+    Args:
+        term: of the master that wants it; a node refuses an earlier one than it has heard of
+            (``view.node(name).placement.term``).
+        timeout: seconds.
+
     Raises:
-        NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
+        StaleTerm: of an earlier term than ``StaleTerm.latest``, which the node has heard of. NoAnswer: not there, or no
+            reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is none.
     """
-    await send_command(engine, node, Drain(term=term) if draining else Undrain(term=term), timeout=timeout)
+    command = Drain(term=term) if draining else Undrain(term=term)
+    try:
+        answer = DrainAnswer.model_validate(await send_command(engine, node, command, timeout=timeout))
+    except ValidationError as exc:
+        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    if answer.refused is not None:
+        raise StaleTerm(f"node {node} answered: {answer.refused}", latest=answer.term)
 
 
 async def send_assignment(

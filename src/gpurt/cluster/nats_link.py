@@ -13,10 +13,12 @@ import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from gpurt.cluster.connection import connection_log
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import BusClosed, BusUnavailable
-from gpurt.cluster.nats_settings import NatsSettings, load_nats
+from gpurt.cluster.nats_settings import SCHEME, NatsSettings, load_nats
 from gpurt.cluster.security.errors import CredentialsRefused
+from gpurt.cluster.security.handshake import GIVE_TLS, speaks_tls
 from gpurt.cluster.security.protection import Protection
 from gpurt.offload import off_loop
 
@@ -114,7 +116,7 @@ class NatsLink:
                 begun = True
                 await self._on_up(client)
                 if self._told:
-                    _log.warning("connected to the NATS server at %s", self._endpoint)
+                    connection_log.info("connected to the NATS server at %s", self._endpoint)
                 self._told, self._why, pause = False, "", self._settings.retry_first_s
                 if not first.done():
                     first.set_result(None)
@@ -148,7 +150,10 @@ class NatsLink:
         async def on_error(exc: Exception) -> None:
             self._why = plain(exc)
             if not client.is_connected:
-                self._say("is not there yet; waiting for it", self._why)
+                if self._protection is None and not self._told and await off_loop("nats-tls", self._wants_tls):
+                    self._why = f"it wants certificates: {GIVE_TLS}"
+                if not isinstance(exc, ssl.SSLError):  # which ends the attempts, and is told then
+                    self._say("is not there yet; waiting for it", self._why, logging.INFO)
             elif not isinstance(exc, OSError | nats.errors.StaleConnectionError):  # the end, which is told below
                 _log.warning("the NATS server at %s: %s", self._endpoint, self._why)
 
@@ -173,6 +178,10 @@ class NatsLink:
                 **options,
             )
         except ssl.SSLError as exc:
+            if self._protection is None:
+                raise CredentialsRefused(
+                    f"the NATS server at {self._endpoint} wants certificates", hint=GIVE_TLS
+                ) from exc
             raise _refused(self._endpoint, exc) from exc
         except nats.errors.Error as exc:
             if "authorization" in str(exc).lower():
@@ -186,10 +195,15 @@ class NatsLink:
                 hint=f"set its max_payload to {1 << 20} (its default) or more",
             )
 
-    def _say(self, what: str, why: str) -> None:
-        """Once for each time without a server, and to be seen: there may never be one at that address."""
+    def _wants_tls(self) -> bool:
+        """From the first byte: such a server ends a plain connection without a word."""
+        return bool(speaks_tls(f"tcp/{self._endpoint.removeprefix(SCHEME)}"))
+
+    def _say(self, what: str, why: str, level: int = logging.WARNING) -> None:
+        """Once for each time without a server."""
         if not self._told:
-            _log.warning("the NATS server at %s %s (%s)", self._endpoint, what, why or "connection closed")
+            log = connection_log if level == logging.INFO else _log
+            log.log(level, "the NATS server at %s %s (%s)", self._endpoint, what, why or "connection closed")
             self._told = True
 
 

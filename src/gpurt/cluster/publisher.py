@@ -12,13 +12,14 @@ import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
+from gpurt.cluster.attention import Attention
 from gpurt.cluster.bus import EventEngine, OnAsked
 from gpurt.cluster.command_table import CommandTable
 from gpurt.cluster.commands import Drain, Rediscover, Undrain, encode_answer
 from gpurt.cluster.device_news import DEVICE_KINDS, report_after
 from gpurt.cluster.envelope import EventKind, encode, make_event
 from gpurt.cluster.epoch import Epoch, Position
-from gpurt.cluster.errors import ClusterError, MalformedEvent, NodeNameTaken
+from gpurt.cluster.errors import ClusterError, MalformedEvent, NodeNameTaken, StaleTerm
 from gpurt.cluster.fence import Fence
 from gpurt.cluster.keys import check_name
 from gpurt.cluster.peer_links import NodeLinks
@@ -75,8 +76,8 @@ class NodePublisher:
         self.commands = CommandTable(self.fence, self._tell_term)
         """Who answers masters; to be filled before ``start``."""
         self.commands.handle(Rediscover, self._look_again)
-        self.commands.handle(Drain, self._drain)
-        self.commands.handle(Undrain, self._drain)
+        self.commands.handle(Drain, self._drain, on_stale=_refuse_stale)
+        self.commands.handle(Undrain, self._drain, on_stale=_refuse_stale)
         self._devices: dict[str, GPUDevice] = {}
         self._reports: dict[str, BackendReport] = {}
         self._fields = NodeFields()
@@ -86,6 +87,10 @@ class NodePublisher:
         self._lock = asyncio.Lock()
         self.on_asked: OnAsked | None = None
         """Somebody who may have come just now has asked for the snapshot, and has heard no readings of before."""
+        self.attention = Attention()
+        """Whether anybody asks for the snapshot at all."""
+        self.on_draining: Callable[[bool], None] | None = None
+        """Called on the loop when the node was told to drain, or to take part again."""
 
     @property
     def position(self) -> Position:
@@ -124,6 +129,8 @@ class NodePublisher:
             if replies:
                 raise self._name_taken(replies[0].payload)
             self._replace(result)
+            if self.fence.draining:
+                _log.info("node %s was told to drain before it was started again, and still does", self.node)
             # Before it is: whoever is cancelled in the middle of joining may have been seen, and has to say goodbye.
             self._joined = True
             try:
@@ -202,6 +209,9 @@ class NodePublisher:
             if self._fields.draining != draining:
                 self._fields = self._fields.model_copy(update={"draining": draining})
                 await self._send(EventKind.NODE_PLACEMENT, data=self._placement_data())
+                _log.info("node %s %s", self.node, "is draining" if draining else "takes new placements again")
+                if self.on_draining is not None:
+                    self.on_draining(draining)
 
     async def publish_telemetry(self, devices: Sequence[DeviceReadings]) -> None:
         """Tell readings, best effort; nothing when not joined. They are no events and have no number.
@@ -228,6 +238,7 @@ class NodePublisher:
             await self._engine.leave()
 
     def _asked(self) -> None:
+        self.attention.asked()
         if self.on_asked is not None:
             self.on_asked()
 
@@ -337,4 +348,8 @@ class NodePublisher:
 
     async def _drain(self, command: Drain | Undrain) -> bytes:
         await self.drain(isinstance(command, Drain))
-        return encode_answer(draining=self.fence.draining)
+        return encode_answer(draining=self.fence.draining, term=self.fence.term)
+
+
+def _refuse_stale(error: StaleTerm) -> bytes:
+    return encode_answer(refused=error.message, term=error.latest)

@@ -13,7 +13,7 @@ from typing import Final
 
 from gpurt.backend import GPUBackend
 from gpurt.cluster.bus import EventEngine
-from gpurt.cluster.endpoints import check_endpoint, engine_at
+from gpurt.cluster.endpoints import check_endpoint, engine_at, is_nats
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import ClusterError
 from gpurt.cluster.fence import Fence
@@ -107,9 +107,13 @@ async def run_worker(
     config: WorkerConfig,
     *,
     on_ready: Callable[[Worker], Awaitable[None]] | None = None,
+    on_heard: Callable[[bool], None] | None = None,
     engine: EventEngine | None = None,
 ) -> None:
     """Run a node until cancelled; then say goodbye. Waits for a hub that is not there yet.
+
+    A hub lets in every certificate of its authority, so to be connected does not mean to be seen. Where nobody asks for
+    the node within 10 s, or later for 150 s, a warning says what may be wrong.
 
     What the registry remembers, or else what can be seen before any driver is opened, is told at once, marked as such,
     and replaced by what discovery finds.
@@ -117,6 +121,8 @@ async def run_worker(
     Args:
         on_ready: awaited as a task of its own once the node has joined with devices that were looked up now. When
             it returns, the worker goes on.
+        on_heard: called on the loop with True when somebody who watches the cluster (a master, or ``gpurt top``) has
+            asked for the node, and with False when nobody does (any more); at every change.
         engine: in place of the one that ``config.endpoint`` means. Started and closed here.
 
     Raises:
@@ -177,6 +183,7 @@ async def run_worker(
                     await publisher.publish_snapshot(await found)
                 else:
                     await publisher.start(await found)
+                group.create_task(_follow_attention(config, publisher, on_heard), name="gpurt-worker-attention")
                 monitoring = None
                 if config.telemetry_s is not None:
                     monitoring = NodeMonitoring(discovery, publisher, interval_s=config.telemetry_s)
@@ -189,6 +196,35 @@ async def run_worker(
                 await publisher.follow(discovery.subscribe())
         except BaseExceptionGroup as failed:
             raise single(failed) from None
+
+
+async def _follow_attention(
+    config: WorkerConfig, publisher: NodePublisher, on_heard: Callable[[bool], None] | None
+) -> None:
+    def say(heard: bool, seconds: float) -> None:
+        if not heard:
+            _log.warning(
+                "no master has heard node %s at %s for %.0f s: %s",
+                config.node,
+                config.endpoint,
+                seconds,
+                why_unheard(config),
+            )
+        if on_heard is not None:
+            on_heard(heard)
+
+    await publisher.attention.follow(say)
+
+
+def why_unheard(config: WorkerConfig) -> str:
+    """What may be the reason that no master has heard a node whose connection is open."""
+    nobody = f"no master of cluster {config.cluster} runs"
+    if config.tls is None or is_nats(config.endpoint):
+        return nobody
+    return (
+        "its name is not on the hub's roster (after gpurt cluster enrol the hub must be started again), it was "
+        f"revoked, or {nobody}"
+    )
 
 
 async def _run(on_ready: Callable[[Worker], Awaitable[None]], worker: Worker) -> None:

@@ -17,10 +17,13 @@ from concurrent.futures import Future
 from typing import Any, Final, ParamSpec, TypeVar
 
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, OnAsked, StateReply, TakeReadings
+from gpurt.cluster.connection import connection_log
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
 from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
 from gpurt.cluster.readings import MAX_READINGS_BYTES
+from gpurt.cluster.security.errors import CredentialsRefused
+from gpurt.cluster.security.handshake import GIVE_TLS, speaks_tls
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.security.protection import Protection
 from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
@@ -158,8 +161,7 @@ class ZenohEngine:
                 if self.listen or self._zenoh is None:
                     raise
                 if not told:
-                    # Once, and to be seen: the address may be one at which there will never be a hub.
-                    _log.warning("waiting for a master at %s (%s)", self.endpoint, plain(exc.__cause__))
+                    connection_log.info("waiting for a master at %s (%s)", self.endpoint, exc.message)
                     told = True
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self.settings.retry_longest_s)
@@ -167,7 +169,7 @@ class ZenohEngine:
                 raise BusClosed("the bus was closed while it was being started")
             if opened:
                 if told:
-                    _log.warning("connected to the hub at %s", self.endpoint)
+                    connection_log.info("connected to the hub at %s", self.endpoint)
                 return
 
     def _open_session(self, opened: list[_Opened]) -> None:
@@ -178,9 +180,7 @@ class ZenohEngine:
             session = zenoh.open(config)
         except zenoh.ZError as exc:
             if not self.listen:
-                if self._protection is not None:
-                    self._protection.check_refusal()
-                raise BusUnavailable(f"no hub at {self.endpoint}: {plain(exc)}", hint="start the master") from exc
+                raise self._unreachable(plain(exc)) from exc
             raise BusUnavailable(
                 f"cannot listen on {self.endpoint}: {plain(exc)}",
                 hint="is another master running? choose another port",
@@ -194,6 +194,16 @@ class ZenohEngine:
             watch_hub(
                 session, callbacks, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session, trouble
             )
+
+    def _unreachable(self, why: str) -> GPUError:
+        """What is said of a hub to which no session could be opened."""
+        if self._protection is not None:
+            self._protection.check_refusal()
+            if speaks_tls(self.endpoint) is False:
+                why += "; somebody listens there who does not speak TLS: a hub without certificates?"
+        elif speaks_tls(self.endpoint):
+            return CredentialsRefused(f"the hub at {self.endpoint} wants certificates", hint=GIVE_TLS)
+        return BusUnavailable(why)
 
     # A node
 

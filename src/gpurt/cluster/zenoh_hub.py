@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from gpurt.cluster.connection import connection_log
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
@@ -36,7 +37,7 @@ def watch_hub(
         nonlocal away
         if event.kind == opened:
             if away:
-                _log.warning("connected to the hub at %s again", endpoint)
+                connection_log.info("connected to the hub at %s again", endpoint)
             away = False
         elif in_use():
             away = True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from gpurt.cluster.security.errors import CredentialsRefused, InsecureEndpoint
 from gpurt.cluster.security.identity import Identity
 from gpurt.cluster.security.tls import client_context
 from tests.cluster.nats_server import NatsServer
+from tests.cluster.support import until
 
 TLS = """
 jetstream: {{}}
@@ -111,6 +115,20 @@ async def test_a_server_that_only_offers_tls_is_refused(cluster: Path, offering:
     """It could be somebody in between who does not offer it."""
     with pytest.raises(CredentialsRefused, match="handshake_first"):
         await engine(offering, cluster / "nodes" / "w1").start()
+
+
+async def test_without_a_certificate_one_is_asked_for(
+    server: NatsServer, offering: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CredentialsRefused, match="wants certificates") as refused:
+        await engine(offering, None).start()
+    assert "--tls FOLDER" in str(refused.value)
+    starting = asyncio.create_task(engine(server, None).start())
+    with caplog.at_level(logging.INFO, "gpurt.cluster.connection"):
+        await until(lambda: "it wants certificates: give --tls FOLDER" in caplog.text, "the word", timeout=20)
+    starting.cancel()
+    with suppress(asyncio.CancelledError):
+        await starting
 
 
 def test_plaintext_stays_on_this_machine() -> None:
