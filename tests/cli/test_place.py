@@ -98,7 +98,12 @@ def test_table_bars_and_totals(files: Files) -> None:
     assert bars == list(plan.devices)
     assert re.search(r" per token: .* compute, .* memory, .* links, .* fixed\n", said)
     assert re.search(r"optimal: latency .*, no plan is below .*, gap 0\.0\d%\nsolved in .* by .*, seed 0", said)
-    assert "~" not in files.place("--tensor-parallel", "1")[1], "all but the links within a node is told"
+    assert "~" in said, "links within a node are those of a class"
+    links = files.inventory.topology.dense(files.inventory.devices)
+    names = tuple(each.id for each in files.inventory.devices)
+    table = LinkTable(names=names, latency_seconds=links.latency, bandwidth=links.bandwidth)
+    files.keep(topology=Topology(table=table))
+    assert "~" not in files.place()[1], "everything in this cluster is told"
 
 
 def test_estimated_and_simulated_are_marked(files: Files) -> None:

@@ -153,14 +153,30 @@ def test_wrong_grids_name_their_field() -> None:
         (lambda: mesh.along("device", 9), "rank"),
         (lambda: mesh.shares(-1), "total"),
         (lambda: create_cross_vendor_mesh([]), "devices"),
-        (lambda: create_device_mesh([A100, A100]), "devices"),
+        (lambda: create_device_mesh([A100, A100]), "devices.1.id"),
+        (lambda: create_cross_vendor_mesh([A100, T4, A100]), "devices.2.id"),
+        (lambda: create_device_mesh([]), "devices"),
+        (lambda: create_device_mesh(RACK, Topology(cut=frozenset({("a100", "nobody")}))), "topology.cut"),
+        (lambda: create_cross_vendor_mesh(RACK, both_ways(("a100", "nobody"))), "topology.links.0.target"),
+        (lambda: mesh.along("device", -1), "rank"),
         (lambda: communication_of([]), "devices"),
     ):
         with pytest.raises(InvalidPlacementInput) as caught:
             call()
         assert caught.value.field == field
-    with pytest.raises(InvalidPlacementInput, match=r"2 groups of 2 devices .* are needed, there are 1"):
+    with pytest.raises(InvalidPlacementInput, match=r"pipeline 2 x tensor 2 takes 2 groups of 2 .*, and there is 1$"):
         create_device_mesh(RACK, pipeline=2, tensor=2)
+    with pytest.raises(
+        InvalidPlacementInput, match=rf"pipeline 3 x tensor 4 takes 24 devices, and there are {len(RACK)}$"
+    ):
+        create_device_mesh(RACK, data=2, pipeline=3, tensor=4)
+    shared = [device(f"d{index}", memory_pool_id="ram") for index in range(2)]
+    with pytest.raises(
+        InvalidPlacementInput, match=r"2 devices, and there is 1, those that share their memory counted"
+    ):
+        create_device_mesh(shared, data=2)
+    with pytest.raises(InvalidPlacementInput, match="the mesh has no axis 'rows', only device"):
+        mesh.along("rows", 0)
 
 
 def both_ways(*pairs: tuple[str, str]) -> Topology:
@@ -173,7 +189,7 @@ def both_ways(*pairs: tuple[str, str]) -> Topology:
 def test_devices_cut_from_each_other_are_no_tensor_group() -> None:
     cards = [device(f"d{index}") for index in range(2)]
     apart = Topology(cut=frozenset({("d0", "d1"), ("d1", "d0")}))
-    with pytest.raises(InvalidPlacementInput, match="there are 0 that reach each other") as caught:
+    with pytest.raises(InvalidPlacementInput, match=r"reach each other, and there are 0$") as caught:
         create_device_mesh(cards, apart, tensor=2)
     assert caught.value.field == "devices"
     three = create_device_mesh([*cards, device("d2")], apart, tensor=2)

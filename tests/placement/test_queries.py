@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpurt.backends.tflite import soc
 from gpurt.placement import (
     InvalidPlacementInput,
     PlacementDevice,
@@ -22,6 +23,9 @@ from gpurt.placement import (
     get_performance_estimate,
 )
 from gpurt.placement.devices import device_from_gpu
+from gpurt.placement.vendors import VENDORS
+from gpurt.sources import opencl_identity, pci
+from gpurt.sources.host_isa import ARM_IMPLEMENTERS
 from tests.cluster.support import device as gpu
 from tests.placement.rack import A100, CPU, GB, MI250, RACK, T4, device
 
@@ -37,6 +41,41 @@ class Maker(StrEnum):
     AMD = "AMD"
 
 
+@pytest.mark.parametrize("ask", [choose_device, get_optimal_device])
+def test_a_vendor_or_backend_that_nobody_knows_is_refused(ask: Any) -> None:
+    with pytest.raises(InvalidPlacementInput, match=r"'nvidea' is known to nobody.*did you mean nvidia\?") as caught:
+        ask(RACK, preferred_vendors=["amd", "Nvidea"])
+    assert caught.value.field == "preferred_vendors"
+    with pytest.raises(InvalidPlacementInput, match=r"'cudaa' is known to nobody.*did you mean cuda\?") as caught:
+        ask(RACK, backends={"cudaa"})
+    assert caught.value.field == "backends"
+    with pytest.raises(InvalidPlacementInput, match="known are amd, ampere"):
+        ask([], preferred_vendors=["zzz"])
+    # A plug-in's devices tell their own names.
+    own = device("own", vendor="Acme", backend="Npu")
+    found = ask([own, CPU], preferred_vendors=["acme"], backends={"Npu", "cpu"})
+    assert (found.device if ask is choose_device else found) is own
+
+
+def test_every_vendor_that_discovery_tells_is_known() -> None:
+    told = {*pci.VENDORS.values(), *ARM_IMPLEMENTERS.values(), *opencl_identity._NAMES.values(), *soc._VENDORS.values()}
+    assert told <= VENDORS
+
+
+def test_nothing_fits_is_an_answer() -> None:
+    estimated = [A100.model_copy(update={"estimated": frozenset({"compute_flops"})})]
+    assert get_optimal_device(estimated, compute_requirement_tflops=1) is None
+    assert get_optimal_device(estimated, compute_requirement_tflops=1, accept_estimates=True) is not None
+    assert get_optimal_device([], 1) is None
+    assert get_optimal_device_placement([], memory_gb=1) == ()
+    assert choose_device([]).explain() == "there is no device"
+    assert choose_device(estimated, compute_requirement_tflops=1).explain().splitlines() == [
+        "no device fits",
+        "a100: its arithmetic rate is not measured",
+    ]
+    assert get_cross_vendor_capabilities([])["cross_vendor_devices"] == 0
+
+
 @pytest.mark.parametrize(
     ("preferred", "chosen"),
     [
@@ -46,7 +85,7 @@ class Maker(StrEnum):
         ([Maker.AMD], "mi250"),
         (["NVIDIA"], "a100"),
         ("amd", "mi250"),
-        (["qualcomm"], "mi250"),  # nobody's: the smallest that is enough
+        (["qualcomm"], "mi250"),  # nobody's here: the smallest that is enough
         (None, "mi250"),
     ],
 )

@@ -97,10 +97,15 @@ def test_reasons() -> None:
     assert list(found.devices) == ["fits"]
     text = found.explain()
     assert "huge is not placed: it holds 930.4 GiB, and no device has more than 238.4 GiB" in text
-    assert "odd is not placed: no device has its backend and data type" in text
-    assert "int8 is not placed: no device has its backend and data type" in text
+    assert "odd is not placed: no device is of npu" in text
+    assert "int8 is not placed: no device computes in int8" in text
     assert text.splitlines()[0].startswith("a100: fits; 953.7 MiB, 3.21 ms a step")
-    assert optimize_workload_placement([work("w", 1)], []).unplaced == {"w": "there is no device"}
+    nowhere = optimize_workload_placement([work("w", 1)], [])
+    assert nowhere.unplaced == {"w": "there is no device"}
+    assert nowhere.certain
+    assert optimize_workload_placement([], []).explain() == ""
+    both = optimize_workload_placement([work("w", 1, backends=frozenset({"b", "a"}), dtype="int8")], RACK)
+    assert both.unplaced == {"w": "no device is of a or b and computes in int8"}
 
 
 def test_a_search_that_is_given_up_is_no_proof() -> None:
@@ -119,8 +124,10 @@ def test_wrong_requests_name_their_field() -> None:
         (lambda: work("w", -1), "memory_bytes"),
         (lambda: work("w", 1, flops=float("nan")), "flops"),
         (lambda: work("w", 1, dtype="float9"), "dtype"),
-        (lambda: optimize_workload_placement([work("w", 1), work("w", 2)], [CPU]), "workloads"),
-        (lambda: optimize_workload_placement([], [CPU, CPU]), "devices"),
+        (lambda: optimize_workload_placement([work("w", 1), work("w", 2)], [CPU]), "workloads.1.name"),
+        (lambda: optimize_workload_placement([], [CPU, CPU]), "devices.1.id"),
+        (lambda: work("w", float("nan")), "memory_bytes"),
+        (lambda: work("w", 1, colour="red"), "colour"),
     ):
         with pytest.raises(InvalidPlacementInput) as caught:
             call()

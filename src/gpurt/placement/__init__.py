@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from gpurt.placement.queries import (
         CrossVendorCapabilities,
         DeviceChoice,
-        Policy,
         choose_device,
         get_cross_vendor_capabilities,
         get_optimal_device,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from gpurt.placement.replicas import solve_replicas, solve_replicas_async
     from gpurt.placement.replicas_explained import explain_replicas
     from gpurt.placement.replicated import ReplicatedPlan, validate_replicas
+    from gpurt.placement.requirements import Policy
     from gpurt.placement.retelling import RepairMethod, RepairResult
     from gpurt.placement.solver import ConstraintSatisfactionPlacement
     from gpurt.placement.spec import LayerSpec, ModelSpec
@@ -174,12 +174,12 @@ _HOMES = {
     "queries": (
         "CrossVendorCapabilities",
         "DeviceChoice",
-        "Policy",
         "choose_device",
         "get_cross_vendor_capabilities",
         "get_optimal_device",
         "get_optimal_device_placement",
     ),
+    "requirements": ("Policy",),
     "what_if": (
         "WhatIf",
         "what_ifs",

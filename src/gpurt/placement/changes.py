@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.feasibility import Feasibility, Problem, with_bytes, with_devices
 from gpurt.placement.field import integers
 from gpurt.placement.infeasibility import Relaxation, RelaxationKind
+from gpurt.placement.inputs import check_types
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import DEFAULT_CLASSES, LinkTable, Locality, Topology
 
@@ -38,13 +40,26 @@ def apply_relaxation(
     topology: Topology | None = None,
     constraints: Constraints | None = None,
 ) -> Problem:
-    """``(model, devices, topology, constraints)`` with the change made: what to give to ``solve_placement``."""
-    problem = Problem(model, tuple(devices), topology or Topology(), constraints or Constraints())
+    """``(model, devices, topology, constraints)`` with the change made: what to give to ``solve_placement``.
+
+    Raises:
+        InvalidPlacementInput: an argument is of another kind.
+    """
+    check_kind(relaxation, Relaxation, "relaxation")
+    topology = Topology() if topology is None else topology
+    constraints = Constraints() if constraints is None else constraints
+    check_types(model, devices, topology, constraints)
+    problem = Problem(model, tuple(devices), topology, constraints)
     return changed(relaxation, problem)
 
 
 def one_step_less(relaxation: Relaxation) -> Relaxation | None:
-    """The relaxation with ``less`` in the place of ``amount``, which does not do; None where that is no change."""
+    """The relaxation with ``less`` in the place of ``amount``, which does not do; None where that is no change.
+
+    Raises:
+        InvalidPlacementInput: it is no relaxation.
+    """
+    check_kind(relaxation, Relaxation, "relaxation")
     if relaxation.less is None:
         return None
     less = relaxation.less

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeGuard, cast
 
+from gpurt.placement.arguments import check_path
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.weights.document import members
 from gpurt.weights.errors import shown
@@ -23,10 +24,12 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Map
     A file is called by its stem, and a ``config.json``, as all are called, by its folder.
 
     Raises:
+        InvalidPlacementInput: it is neither a mapping nor a path.
         WeightsError: the file cannot be read, is too large, or is not a JSON object.
     """
     if isinstance(source, Mapping):
         return source, "config"
+    check_path(source, "source", also=" of a config.json or its folder, or what is in the file as a mapping")
     path = config_path(source)
     file = Source(path)
     try:

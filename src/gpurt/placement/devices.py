@@ -13,6 +13,7 @@ from typing import Final
 
 from pydantic import Field, model_validator
 
+from gpurt.placement.arguments import check_kind, check_share, check_view
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.peak_rates import vendor_peak_flops
 from gpurt.placement.record import LEAST_RATE, MOST_BYTES, MOST_SECONDS, PlacementRecord
@@ -132,7 +133,19 @@ def device_from_gpu(
     exceed.
 
     A device whose memory nobody knows, or that must not be used, gets no usable bytes.
+
+    Args:
+        reserve: share of the usable memory that is left free, from 0 to 1.
+        memory_bandwidth: bytes a second, as ``load_bandwidth``.
+        compute_flops: operations a second.
+
+    Raises:
+        InvalidPlacementInput: an argument is of another kind, or a figure is one that no device has.
     """
+    check_kind(device, GPUDevice, "device")
+    check_kind(node, str, "node")
+    check_kind(measured, DeviceSpeeds, "measured", optional=True)
+    check_share(reserve, "reserve")
     usable = device.memory_usable_bytes
     if usable is None:
         usable = device.memory_available if device.memory_available is not None else device.memory_bytes
@@ -200,7 +213,14 @@ def devices_from_view(
     Each has the speeds that its node measured, unless ``measured`` has others. Of devices of one node that are alike,
     figures within a tenth of their median are that median, so that what is equal remains so to the solver. Software
     devices are left out: they compute on the processor that is listed beside them.
+
+    Raises:
+        InvalidPlacementInput: an argument is of another kind; the place of a device is (node, key).
     """
+    check_view(available, GPUDevice, "available")
+    for field, value in (("zones", zones), ("measured", measured), ("resident", resident), ("held", held)):
+        check_kind(value, Mapping, field, optional=True)
+    check_share(reserve, "reserve")
     found = tuple(
         device_from_gpu(
             with_room(device, (held or {}).get((node, key), 0)),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Literal, cast
+from typing import Literal
 
+from gpurt.placement.arguments import check_count, check_kind
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.queries import TFLOPS
 from gpurt.placement.record import MOST_COUNT
+from gpurt.placement.requirements import TFLOPS
 from gpurt.placement.words import time_words
-from gpurt.printable import shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +55,12 @@ def get_performance_estimate(
     """For the product of an m x k and a k x n matrix.
 
     Raises:
-        InvalidPlacementInput: an extent or the size of an element is no positive integer, or larger than 2^31 - 1.
+        InvalidPlacementInput: it is no device, or an extent or the size of an element is no positive integer, or
+            larger than 2^31 - 1.
     """
+    check_kind(device, PlacementDevice, "device")
     for field, value in (("m", m), ("n", n), ("k", k), ("element_bytes", element_bytes)):
-        if isinstance(value, bool) or not isinstance(cast("object", value), Integral) or not 1 <= value <= MOST_COUNT:
-            raise InvalidPlacementInput(
-                f"it must be an integer from 1 to {MOST_COUNT:,}, and is {shortened(repr(value))}", field=field
-            )
+        check_count(value, field, least=1, most=MOST_COUNT)
     flops = 2.0 * m * n * k
     moved = (m * k + k * n + m * n) * element_bytes
     return PerformanceEstimate(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, cast
 
+from gpurt.placement.arguments import HOW_TO_GET, all_of_kind, check_kind
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
@@ -19,28 +20,16 @@ from gpurt.printable import shortened
 
 def check_types(model: Any, devices: Any, topology: Any, constraints: Any) -> None:
     """Raise :class:`InvalidPlacementInput` where one of these is not what placement works on, with how to get it."""
-    if not isinstance(model, ModelSpec):
+    check_kind(model, ModelSpec, "model")
+    if not isinstance(devices, Sequence):
         raise InvalidPlacementInput(
-            f"it must be a ModelSpec, not {type(model).__name__}",
-            field="model",
-            hint="make one with ModelSpec.from_config, from_safetensors, from_gguf or uniform",
-        )
-    if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
-        raise InvalidPlacementInput(
-            f"they must be a sequence of PlacementDevice, not {type(devices).__name__}",
+            f"it must be a sequence of PlacementDevice, not {type(devices).__name__}",
             field="devices",
-            hint="make them with devices_from_view, or each with device_from_gpu",
+            hint=HOW_TO_GET["PlacementDevice"],
         )
-    for place, device in enumerate(cast("Sequence[object]", devices)):
-        if not isinstance(device, PlacementDevice):
-            raise InvalidPlacementInput(
-                f"it must be a PlacementDevice, not {type(device).__name__}",
-                field=f"devices.{place}",
-                hint="make them with devices_from_view, or each with device_from_gpu",
-            )
-    for field, value, kind in (("topology", topology, Topology), ("constraints", constraints, Constraints)):
-        if not isinstance(value, kind):
-            raise InvalidPlacementInput(f"it must be a {kind.__name__}, not {type(value).__name__}", field=field)
+    all_of_kind(cast("object", devices), PlacementDevice, "devices")
+    check_kind(topology, Topology, "topology")
+    check_kind(constraints, Constraints, "constraints")
 
 
 def is_amount(value: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import Field
 
+from gpurt.placement.arguments import check_kind, check_share, check_view
 from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, ResidentRange, devices_from_view
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.topology import Link, Topology
@@ -49,8 +50,15 @@ def inventory_of(
         links: measured between devices of one node (:mod:`gpurt.links`); those of other devices and those without
             figures are passed over.
         resident: layers that lie on devices already.
-        reserve: share of the usable memory that is left free.
+        reserve: share of the usable memory that is left free, from 0 to 1.
+
+    Raises:
+        InvalidPlacementInput: an argument is of another kind, or ``reserve`` is no such share.
     """
+    check_view(devices, GPUDevice, "devices")
+    check_kind(away, Mapping, "away", optional=True)
+    check_kind(resident, Mapping, "resident", optional=True)
+    check_share(reserve, "reserve")
     reasons = {place: (away or {}).get(place) or _unusable(device) for place, device in devices.items()}
     usable = {place: device for place, device in devices.items() if reasons[place] is None}
     kept = devices_from_view(usable, reserve=reserve, resident=resident)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.costs import resident_layers
+from gpurt.placement.device_arguments import given_devices
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.plan import Plan, Stage
@@ -43,9 +45,13 @@ def predict_load(plan: Plan, model: ModelSpec, devices: Sequence[PlacementDevice
         seconds = max over nodes of max(max over devices of bytes / load_bandwidth, sum of bytes / node_load_bandwidth)
 
     Raises:
-        InvalidPlacementInput: the plan is of another model, or a device of it is not among ``devices``.
+        InvalidPlacementInput: an argument is of another kind, the plan is of another model, or a device of it is not
+            among ``devices``.
         InvalidPlan: the plan contradicts itself.
     """
+    check_kind(plan, Plan, "plan")
+    check_kind(model, ModelSpec, "model")
+    devices = given_devices(devices)
     if plan.model != model.name or plan.layer_count != model.layer_count:
         raise InvalidPlacementInput(f"the plan is of {plan.model!r}, {plan.layer_count} layers", field="model")
     check_form(plan)

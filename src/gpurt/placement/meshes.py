@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from math import floor, prod
-from numbers import Integral
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpurt.placement.arguments import all_of_kind, check_count, check_kind
+from gpurt.placement.device_arguments import given_devices
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.queries import PROCESSORS
-from gpurt.placement.topology import Topology
+from gpurt.placement.requirements import PROCESSORS
+from gpurt.placement.topology import Topology, check_names
 from gpurt.placement.words import counted, size_words
 from gpurt.printable import shortened
 
@@ -48,8 +49,9 @@ _NATIVE: Final[Mapping[str, Communication]] = {"cuda": Communication.NCCL, "rocm
 def communication_of(devices: Sequence[PlacementDevice]) -> Communication:
     """
     Raises:
-        InvalidPlacementInput: there is no device.
+        InvalidPlacementInput: there is no device, or something else is among them.
     """
+    devices = all_of_kind(devices, PlacementDevice, "devices")
     kinds = {_NATIVE.get(device.backend, Communication.GLOO) for device in devices}
     if not kinds:
         raise InvalidPlacementInput("there is no device", field="devices")
@@ -93,9 +95,9 @@ class DeviceMesh:
             InvalidPlacementInput: there is no such axis or rank.
         """
         if axis not in self.axes:
-            raise InvalidPlacementInput(f"{axis!r} is none of {', '.join(self.axes)}", field="axis")
-        if not isinstance(cast("object", rank), Integral) or not 0 <= rank < len(self.devices):
-            raise InvalidPlacementInput(f"{rank} is no rank of {len(self.devices)}", field="rank")
+            told = shortened(repr(axis))
+            raise InvalidPlacementInput(f"the mesh has no axis {told}, only {', '.join(self.axes)}", field="axis")
+        check_count(rank, "rank", least=0, most=len(self.devices) - 1)
         place: list[Any] = list(np.unravel_index(rank, self.shape))
         place[self.axes.index(axis)] = slice(None)
         return tuple(int(each) for each in self.ranks[tuple(place)])
@@ -108,8 +110,7 @@ class DeviceMesh:
         Raises:
             InvalidPlacementInput: ``total`` is negative or no integer.
         """
-        if isinstance(total, bool) or not isinstance(cast("object", total), Integral) or total < 0:
-            raise InvalidPlacementInput(f"it must be an integer from 0, and is {shortened(repr(total))}", field="total")
+        check_count(total, "total", least=0)
         # Fractions: no rounding of large numbers, and rates whose sum is beyond floating point.
         rates = [Fraction(device.compute_flops) for device in self.devices]
         unit = Fraction(int(total)) / sum(rates)
@@ -145,22 +146,35 @@ def create_device_mesh(
 
     The devices of one tensor group are of one node and backend, those with the best ways between them together. The
     fastest groups are taken, and neighbours along a pipeline are close. Which layers a stage should have is the
-    solver's question; a grid has equal stages.
+    solver's question; a grid has equal stages. Of devices that share their memory one is taken.
+
+    Args:
+        topology: None: links as they are usual within a node, a zone and between zones.
+        data: replicas, each a whole pipeline.
+        pipeline: stages of a pipeline.
+        tensor: devices of a stage.
 
     Raises:
-        InvalidPlacementInput: an axis has no device, a device is there twice, there are not that many such groups, or
-            there is no way between stages.
+        InvalidPlacementInput: an argument is of another kind, an axis has no device, there is no device, one is there
+            twice, the topology names one that is not there, there are not that many devices or such groups, or there is
+            no way between stages.
     """
     for axis, size in (("data", data), ("pipeline", pipeline), ("tensor", tensor)):
-        if isinstance(size, bool) or not isinstance(cast("object", size), Integral) or size < 1:
-            raise InvalidPlacementInput(f"it must be a positive integer, and is {size!r}", field=axis)
-    found = _distinct(devices)
-    seconds = _slower((topology or Topology()).dense(found).seconds(PAYLOAD))
+        check_count(size, axis, least=1)
+    found, topology = _distinct(devices, topology)
+    grid = f"data {data} x pipeline {pipeline} x tensor {tensor}"
+    if len(found) < data * pipeline * tensor:
+        shared = ", those that share their memory counted once" if len(found) < len(devices) else ""
+        raise InvalidPlacementInput(
+            f"{grid} takes {counted(data * pipeline * tensor, 'device')}, and there {_are(len(found))}{shared}",
+            field="devices",
+        )
+    seconds = _slower(topology.dense(found).seconds(PAYLOAD))
     groups = _tensor_groups(found, seconds, tensor)
     if len(groups) < data * pipeline:
         raise InvalidPlacementInput(
-            f"{data * pipeline} groups of {counted(tensor, 'device')} of one node and backend are needed, there are "
-            f"{len(groups)} that reach each other",
+            f"{grid} takes {counted(data * pipeline, 'group')} of {counted(tensor, 'device')} that are of one node and "
+            f"backend and reach each other, and there {_are(len(groups))}",
             field="devices",
         )
     groups.sort(key=lambda group: (-min(found[index].compute_flops for index in group), group))
@@ -177,23 +191,32 @@ def create_cross_vendor_mesh(devices: Sequence[PlacementDevice], topology: Topol
     Of devices that share their memory one is taken.
 
     Raises:
-        InvalidPlacementInput: there is no device, or one is there twice.
+        InvalidPlacementInput: an argument is of another kind, there is no device, one is there twice, or the topology
+            names one that is not there.
     """
-    found = sorted(_distinct(devices), key=lambda device: (device.vendor, device.backend, device.node, device.id))
-    if not found:
-        raise InvalidPlacementInput("there is no device", field="devices")
+    found, topology = _distinct(devices, topology)
+    found.sort(key=lambda device: (device.vendor, device.backend, device.node, device.id))
     return _mesh(("device",), (len(found),), found, topology)
 
 
-def _distinct(devices: Sequence[PlacementDevice]) -> list[PlacementDevice]:
-    """Sorted by id; of those that share their memory the accelerator with the most."""
-    if len({device.id for device in devices}) < len(devices):
-        raise InvalidPlacementInput("a device is there twice", field="devices")
+def _are(number: int) -> str:
+    return f"is {number:,}" if number == 1 else f"are {number:,}"
+
+
+def _distinct(devices: Sequence[PlacementDevice], topology: Topology | None) -> tuple[list[PlacementDevice], Topology]:
+    """Sorted by id; of those that share their memory the accelerator with the most. And the links."""
+    topology = Topology() if topology is None else topology
+    check_kind(topology, Topology, "topology")
+    devices = given_devices(devices)
+    if not devices:
+        raise InvalidPlacementInput("there is no device", field="devices")
+    check_names(topology, devices)
     best: dict[tuple[str, ...], PlacementDevice] = {}
     for device in sorted(devices, key=lambda each: (each.kind in PROCESSORS, -each.budget_bytes, each.id)):
         pool = device.memory_pool_id
         best.setdefault((device.id,) if pool is None else (device.node, pool), device)
-    return sorted(best.values(), key=lambda device: device.id)
+    found = sorted(best.values(), key=lambda device: device.id)
+    return found, topology.within(found)
 
 
 def _slower(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -259,16 +282,17 @@ def _pipelines(ways: NDArray[np.float64], data: int, pipeline: int) -> list[int]
                 break
             path.pop()
     raise InvalidPlacementInput(
-        f"no {counted(data, 'pipeline')} of {counted(pipeline, 'group')} found with a way from each to the next",
+        f"no {counted(data, 'pipeline')} of {counted(pipeline, 'stage')} found in which each stage has a way to the "
+        "next: too few links",
         field="topology",
     )
 
 
 def _mesh(
-    axes: tuple[str, ...], shape: tuple[int, ...], devices: Sequence[PlacementDevice], topology: Topology | None
+    axes: tuple[str, ...], shape: tuple[int, ...], devices: Sequence[PlacementDevice], topology: Topology
 ) -> DeviceMesh:
     assert prod(shape) == len(devices)
-    links = (topology or Topology()).dense(devices)
+    links = topology.dense(devices)
     latency = _slower(links.latency)
     bandwidth = np.minimum(links.bandwidth, links.bandwidth.T)
     bandwidth[~np.isfinite(latency)] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.plan import Plan
 
@@ -14,6 +15,7 @@ def check_form(plan: Plan) -> None:
     For whoever reads a plan that may come from a file or another program. Whether it keeps the rules and says the
     truth is :func:`gpurt.placement.validate_plan`'s question.
     """
+    check_kind(plan, Plan, "plan")
     done = 0
     for number, stage in enumerate(plan.stages):
         where = f"stages.{number}"

@@ -1,39 +1,22 @@
 """Which device for this? Questions about single devices, over the same records that the solver places layers on.
 
 What nobody knows satisfies no requirement: a rate from a table (``PlacementDevice.estimated``) is no measured one, and
-data types that nobody tells are not computed in. ``accept_estimates`` lets both pass. GB are 10^9 bytes, TFLOPS 10^12
-operations a second, in the data type that the device's rate is of.
+data types that nobody tells are not computed in. ``accept_estimates`` lets both pass. GB are 10^9 bytes (not GiB),
+TFLOPS 10^12 operations a second, in the data type that the device's rate is of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import Final, NamedTuple, TypedDict
+from enum import Enum
+from typing import TypedDict
 
+from gpurt.placement.device_arguments import given_devices
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.inputs import is_amount
-from gpurt.placement.number_formats import known_dtype
-from gpurt.printable import shortened
-from gpurt.types import DeviceKind
-
-GB: Final = 1e9
-TFLOPS: Final = 1e12
-PROCESSORS: Final = frozenset({DeviceKind.CPU, DeviceKind.SOFTWARE})
-
-
-class Policy(StrEnum):
-    """Which of several devices that fit is best."""
-
-    SMALLEST = "smallest"
-    """The least memory that is enough, so that large devices stay free for what needs them."""
-    FASTEST = "fastest"
-    """The highest arithmetic rate, then the highest memory bandwidth."""
-    MOST_FREE = "most_free"
-    """The most memory."""
+from gpurt.placement.requirements import GB, Policy, check_amount, wanted_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +63,30 @@ def choose_device(
     equals by id. So the same devices give the same answer in any order.
 
     Args:
-        memory_requirement_gb: of what is left beside reserve and overhead.
-        compute_requirement_tflops: None or 0: any.
-        preferred_vendors: names, or members of an enumeration whose values are names; upper and lower case are one.
-        precision: data type that it must compute in (``"bfloat16"``, ``"bf16"``).
-        backends: it must be one of these.
+        devices: as :func:`~gpurt.placement.devices_from_view` makes them; none at all is no error.
+        memory_requirement_gb: GB (10^9 bytes) that must be left beside reserve and overhead; 0: any.
+        compute_requirement_tflops: TFLOPS (10^12 operations a second); None or 0: any.
+        preferred_vendors: an order, no requirement: a device of another vendor fits as well and comes last. Names, or
+            members of an enumeration whose values are names; upper and lower case are one.
+        precision: data type that it must compute in (``"bfloat16"``, ``"bf16"``); None: any.
+        backends: it must be one of these (``{"cuda", "rocm"}``); None: any.
+        policy: which of several that fit is best.
+        accept_estimates: whether a rate that nobody measured, and data types that nobody tells, meet a requirement of
+            them. Where devices were not calibrated (``gpurt calibrate``), any ``compute_requirement_tflops`` and, where
+            data types are not told, any ``precision`` needs it, or no device fits.
+
+    Returns:
+        All that fit, best first, and of each of the others what speaks against it. Where none fits ``device`` is None,
+        ``devices`` is empty and ``refused`` says why; where there was no device at all, ``refused`` is empty, too.
 
     Raises:
-        InvalidPlacementInput: a requirement is negative or no number, or the data type or policy is unknown.
+        InvalidPlacementInput: an argument is of another kind, two devices have one id, a requirement is negative or no
+            number, the data type or policy is unknown, or a vendor or backend is one that neither gpurt nor any of the
+            devices knows: a misspelt name would otherwise be a preference for nobody.
     """
-    wanted = _wanted(
+    found = given_devices(devices)
+    wanted = wanted_of(
+        found,
         memory_requirement_gb,
         compute_requirement_tflops,
         preferred_vendors,
@@ -100,7 +97,7 @@ def choose_device(
     )
     fits: list[PlacementDevice] = []
     refused: dict[str, tuple[str, ...]] = {}
-    for device in devices:
+    for device in found:
         reasons = tuple(wanted.against(device))
         if reasons:
             refused[device.id] = reasons
@@ -120,11 +117,15 @@ def get_optimal_device(
     policy: Policy | str = Policy.SMALLEST,
     accept_estimates: bool = False,
 ) -> PlacementDevice | None:
-    """The best device of :func:`choose_device`, whose arguments it takes; None where none fits.
+    """The best device of :func:`choose_device`, whose arguments it takes, in its units, and whose errors it raises.
 
-    ``choose_device(…).explain()`` says why it is this one, and why not each of the others.
+    None where none fits, also where there is no device: that is an answer, not an error. A common reason is a
+    requirement of ``compute_requirement_tflops`` among devices whose rates are estimates, without
+    ``accept_estimates=True``. ``choose_device(…).explain()`` says why it is this one, and why not each of the others.
     """
-    wanted = _wanted(
+    found = given_devices(devices)
+    wanted = wanted_of(
+        found,
         memory_requirement_gb,
         compute_requirement_tflops,
         preferred_vendors,
@@ -134,7 +135,7 @@ def get_optimal_device(
         accept_estimates,
     )
     # Asked for every request of a scheduler: no more than what decides.
-    fits = (device for device in devices if next(wanted.against(device), None) is None)
+    fits = (device for device in found if next(wanted.against(device), None) is None)
     return min(fits, key=wanted.order, default=None)
 
 
@@ -148,10 +149,13 @@ def get_optimal_device_placement(
     policy: Policy | str = Policy.SMALLEST,
     accept_estimates: bool = False,
 ) -> tuple[PlacementDevice, ...]:
-    """Every device that fits, best first, by either spelling of the requirements.
+    """Every device that fits, best first, by either spelling of the requirements; empty where none does.
+
+    ``memory_gb`` is ``memory_requirement_gb`` and ``compute_tflops`` is ``compute_requirement_tflops`` of
+    :func:`choose_device`, in GB and TFLOPS; its other arguments are those of it, too.
 
     Raises:
-        InvalidPlacementInput: both spellings of one requirement are given.
+        InvalidPlacementInput: both spellings of one requirement are given, or as of :func:`choose_device`.
     """
     for field, one, other in (
         ("memory_gb", memory_gb, memory_requirement_gb),
@@ -159,6 +163,8 @@ def get_optimal_device_placement(
     ):
         if one is not None and other is not None:
             raise InvalidPlacementInput("it is given in both spellings", field=field)
+        if one is not None:
+            check_amount(one, field)
     return choose_device(
         devices,
         next((value for value in (memory_gb, memory_requirement_gb) if value is not None), 0.0),
@@ -175,12 +181,16 @@ class CrossVendorCapabilities(TypedDict):
     vendor_distribution: dict[str, int]
     """Devices of each vendor, by name; they add up to ``cross_vendor_devices``."""
     available_memory_gb: float
-    """What may be placed on them, memory that devices share counted once."""
+    """GB (10^9 bytes): what may be placed on them, memory that devices share counted once."""
 
 
 def get_cross_vendor_capabilities(devices: Iterable[PlacementDevice]) -> CrossVendorCapabilities:
-    """Devices by vendor, and their memory."""
-    found = tuple(devices)
+    """Devices by vendor, and their memory; zeros where there are none.
+
+    Raises:
+        InvalidPlacementInput: something else is among them, or two have one id.
+    """
+    found = given_devices(devices)
     pools: dict[tuple[str, ...], int] = {}
     for device in found:
         pool = device.memory_pool_id
@@ -192,90 +202,3 @@ def get_cross_vendor_capabilities(devices: Iterable[PlacementDevice]) -> CrossVe
         vendor_distribution=dict(sorted(vendors.items())),
         available_memory_gb=sum(pools.values()) / GB,
     )
-
-
-class _Wanted(NamedTuple):
-    need_bytes: float
-    flops: float
-    dtype: str | None
-    backends: frozenset[str] | None
-    policy: Policy
-    ranks: Mapping[str, int]
-    """Of vendors."""
-    accept_estimates: bool
-
-    def against(self, device: PlacementDevice) -> Iterator[str]:
-        """Every requirement that it does not meet, in words."""
-        have = device.budget_bytes
-        if have < self.need_bytes:
-            yield f"{self.need_bytes / GB:.2f} GB are needed, it has {have / GB:.2f}"
-        if self.flops:
-            if device.compute_flops < self.flops:
-                yield f"{self.flops / TFLOPS:g} TFLOPS are needed, it has {device.compute_flops / TFLOPS:.3g}"
-            elif "compute_flops" in device.estimated and not self.accept_estimates:
-                yield "its arithmetic rate is not measured"
-        if self.dtype is not None:
-            if device.dtypes is None and not self.accept_estimates:
-                yield f"nobody tells whether it computes in {self.dtype}"
-            elif device.dtypes is not None and self.dtype not in device.dtypes:
-                yield f"it does not compute in {self.dtype}"
-        if self.backends is not None and device.backend not in self.backends:
-            yield f"its backend is {device.backend}"
-
-    def order(self, device: PlacementDevice) -> tuple[object, ...]:
-        """The lowest is best."""
-        rank = self.ranks.get(device.vendor.lower(), len(self.ranks)) if self.ranks else 0
-        size, rate, bandwidth = device.budget_bytes, device.compute_flops, device.memory_bandwidth
-        match self.policy:
-            case Policy.SMALLEST:
-                by = size, -rate, -bandwidth
-            case Policy.FASTEST:
-                by = -rate, -bandwidth, size
-            case Policy.MOST_FREE:
-                by = -size, -rate, -bandwidth
-        return rank, device.kind in PROCESSORS, *by, device.id
-
-
-def _wanted(
-    memory_requirement_gb: float,
-    compute_requirement_tflops: float | None,
-    preferred_vendors: Sequence[str | Enum] | None,
-    precision: str | None,
-    backends: Iterable[str] | None,
-    policy: Policy | str,
-    accept_estimates: bool,
-) -> _Wanted:
-    tflops = 0.0 if compute_requirement_tflops is None else compute_requirement_tflops
-    for field, value in (("memory_requirement_gb", memory_requirement_gb), ("compute_requirement_tflops", tflops)):
-        if not is_amount(value):
-            raise InvalidPlacementInput(f"{shortened(repr(value))} is no amount", field=field)
-    try:
-        policy = Policy(policy)
-    except ValueError:
-        names = ", ".join(each.value for each in Policy)
-        raise InvalidPlacementInput(f"{policy!r} is none of {names}", field="policy") from None
-    return _Wanted(
-        memory_requirement_gb * GB,
-        tflops * TFLOPS,
-        None if precision is None else known_dtype(precision, "precision"),
-        _names(backends),
-        policy,
-        _ranks(preferred_vendors),
-        accept_estimates,
-    )
-
-
-def _ranks(vendors: Sequence[str | Enum] | None) -> dict[str, int]:
-    # A lone string would be taken for a sequence of letters.
-    names = [vendors] if isinstance(vendors, str) else vendors or ()
-    ranks: dict[str, int] = {}
-    for name in names:
-        value = name.value if isinstance(name, Enum) else name
-        ranks.setdefault(str(value).lower(), len(ranks))
-    return ranks
-
-
-def _names(backends: Iterable[str] | None) -> frozenset[str] | None:
-    if isinstance(backends, str):
-        raise InvalidPlacementInput(f"{backends!r} is one name: give a set of them", field="backends")
-    return None if backends is None else frozenset(backends)

@@ -50,8 +50,8 @@ def solve_replicas(
     Raises: as :meth:`ConstraintSatisfactionPlacement.solve_placement`. InfeasiblePlacement is certain here, too: where
     divisions are too many to try all, PlacementTimeout says that none was found.
     """
-    topology = topology or Topology()
-    constraints = constraints or Constraints()
+    topology = Topology() if topology is None else topology
+    constraints = Constraints() if constraints is None else constraints
     kind = objective_kind(objective)
     check_search(time_budget, target_gap, seed)
     check_types(model, devices, topology, constraints)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.explanation import explain_left_out, explain_plan
 from gpurt.placement.grouping import filter_devices
+from gpurt.placement.inputs import check_types
 from gpurt.placement.replicated import ReplicatedPlan, alone
 from gpurt.placement.spec import ModelSpec
+from gpurt.placement.topology import Topology
 from gpurt.placement.words import listed, time_words
 
 
@@ -29,9 +32,12 @@ def explain_replicas(
         left_out: devices that are not among ``devices``, and why.
 
     Raises:
+        InvalidPlacementInput: an argument is of another kind.
         InvalidPlan: a plan contradicts itself, is of a model with another number of layers, or uses a device that is
             not among ``devices``.
     """
+    check_kind(replicated, ReplicatedPlan, "replicated")
+    check_types(model, devices, Topology(), constraints)
     by_id = {device.id: device for device in devices}
     for name in sorted(set(replicated.devices) - set(by_id)):
         raise InvalidPlan("no such device", rule="device", where=name)

@@ -7,9 +7,11 @@ from math import isclose
 
 from pydantic import Field
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
+from gpurt.placement.inputs import check_types
 from gpurt.placement.plan import Plan
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.spec import ModelSpec
@@ -64,7 +66,10 @@ def validate_replicas(
     constraints: Constraints,
     replicated: ReplicatedPlan,
 ) -> None:
-    """Raise :class:`InvalidPlan` unless every plan is valid and they keep the rules together."""
+    """Raise :class:`InvalidPlan` unless every plan is valid and they keep the rules together; InvalidPlacementInput
+    where an argument is of another kind."""
+    check_kind(replicated, ReplicatedPlan, "replicated")
+    check_types(model, devices, topology, constraints)
     if len(replicated.plans) != constraints.replicas:
         count = len(replicated.plans)
         raise InvalidPlan(f"{count} plans for {constraints.replicas} replicas", rule="replicas", where="plans")

@@ -64,8 +64,8 @@ class ConstraintSatisfactionPlacement:
         Raises: InvalidPlacementInput, InfeasiblePlacement (certain), PlacementTimeout (no plan and no proof in time),
         PlacementCancelled (``cancelled()`` became true before there was a plan).
         """
-        topology = topology or Topology()
-        constraints = constraints or Constraints()
+        topology = Topology() if topology is None else topology
+        constraints = Constraints() if constraints is None else constraints
         kind = objective_kind(objective)
         check_search(time_budget, target_gap, seed)
         check_types(model, devices, topology, constraints)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from gpurt.placement.arguments import check_count
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import MOST_BYTES, MOST_COUNT, MOST_OPERATIONS, MOST_TOGETHER, PlacementRecord
+
+MOST_LAYERS: Final = 4096
 
 
 class LayerSpec(PlacementRecord):
@@ -53,7 +56,7 @@ class ModelSpec(PlacementRecord):
 
     name: str = Field(min_length=1)
     architecture: str | None = None
-    layers: tuple[LayerSpec, ...] = Field(min_length=1, max_length=4096)
+    layers: tuple[LayerSpec, ...] = Field(min_length=1, max_length=MOST_LAYERS)
     embedding_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Held by the first stage."""
     head_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
@@ -116,18 +119,20 @@ class ModelSpec(PlacementRecord):
         Where the size does not divide, layers differ by one byte, so that no prefix is ever rounded up: layer *i*
         ends at byte ``size_bytes * (i + 1) // layers``. ``fields`` are of :class:`LayerSpec` where it has them, else
         of :class:`ModelSpec`.
+
+        Raises:
+            InvalidPlacementInput: a number or field that no model has, or one of another kind.
         """
+        check_count(layers, "layers", least=1, most=MOST_LAYERS)
+        check_count(size_bytes, "size_bytes", least=0)
         of_layer = {key: fields.pop(key) for key in tuple(fields) if key in LayerSpec.model_fields}
         for key in tuple(of_layer):
             if key in cls.model_fields and key == "dtype":
                 fields[key] = of_layer.pop(key)
-        if layers < 1:
-            fields["layers"] = ()
-        else:
-            ends = [size_bytes * (index + 1) // layers for index in range(layers)]
-            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-            distinct = {size: LayerSpec(weight_bytes=size, **of_layer) for size in set(sizes)}
-            fields["layers"] = tuple(distinct[size] for size in sizes)
+        ends = [size_bytes * (index + 1) // layers for index in range(layers)]
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        distinct = {size: LayerSpec(weight_bytes=size, **of_layer) for size in set(sizes)}
+        fields["layers"] = tuple(distinct[size] for size in sizes)
         return cls(name=name, **fields)
 
     @classmethod

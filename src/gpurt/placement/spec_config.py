@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.config_fields import Fields, config_path, read_config
 from gpurt.placement.config_shape import shape_of
 from gpurt.placement.errors import blamed_on
@@ -86,6 +87,7 @@ def spec_from_config(
     if isinstance(quantisation, str):
         asked = named_format(quantisation)
     elif quantisation is not None:
+        check_kind(quantisation, Mapping, "quantisation")
         asked = format_of(Fields(quantisation, "quantisation."))
     values, found = read_config(source)
     config = Fields(values)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from gpurt.placement.arguments import check_path
 from gpurt.placement.config_shape import MAX_LAYERS
 from gpurt.placement.errors import blamed_on
 from gpurt.placement.ggml_types import GGML_TYPES
@@ -63,6 +64,7 @@ def spec_from_gguf(
         WeightsError: a file is missing or malformed. InvalidPlacementInput: its metadata lack something, or are of an
             architecture whose cache is not understood; the key is named.
     """
+    check_path(path, "path")
     first = Path(path)
     cache_bytes = DTYPE_BYTES[known_dtype(cache_dtype, "cache_dtype")]
     with blamed_on(str(first)):

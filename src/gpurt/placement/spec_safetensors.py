@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gpurt.placement.arguments import check_path
 from gpurt.placement.config_fields import CONFIG_NAME, Fields, called, config_path, read_config
 from gpurt.placement.config_shape import shape_of
 from gpurt.placement.errors import InvalidPlacementInput, blamed_on
@@ -75,6 +76,7 @@ def spec_from_safetensors(
         WeightsError: a file is missing or malformed. InvalidPlacementInput: the configuration is missing, is not
             understood, or contradicts the files.
     """
+    check_path(path, "path")
     files = _files(Path(path))
     with blamed_on(str(files)):
         return _read(files, config, cache_dtype, name)

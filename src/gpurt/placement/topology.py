@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, field_serializer, field_validator, model_validator
 
+from gpurt.placement.arguments import all_of_kind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import LEAST_RATE, MOST_SECONDS, PlacementRecord
@@ -108,14 +109,23 @@ class Topology(PlacementRecord):
 
     @classmethod
     def unconnected(cls, links: Sequence[Link] = ()) -> Self:
-        """Only these links exist; devices of one node reach each other as the class says."""
+        """Only these links exist; devices of one node reach each other as the class says.
+
+        Raises:
+            InvalidPlacementInput: one is no link.
+        """
         return cls(
-            links=tuple(links),
+            links=all_of_kind(links, Link, "links"),
             classes={Locality.NODE: DEFAULT_CLASSES[Locality.NODE], Locality.ZONE: None, Locality.WIDE: None},
         )
 
     def within(self, devices: Sequence[PlacementDevice]) -> Topology:
-        """Without the entries of devices and nodes that are not among these."""
+        """Without the entries of devices and nodes that are not among these.
+
+        Raises:
+            InvalidPlacementInput: one is no device.
+        """
+        devices = all_of_kind(devices, PlacementDevice, "devices")
         known = {device.id for device in devices} | {device.node for device in devices}
         return self.model_copy(
             update={
@@ -126,8 +136,12 @@ class Topology(PlacementRecord):
         )
 
     def dense(self, devices: Sequence[PlacementDevice]) -> LinkMatrix:
-        """Latency and bandwidth of every ordered pair of these devices."""
-        return _dense(self, devices)
+        """Latency and bandwidth of every ordered pair of these devices.
+
+        Raises:
+            InvalidPlacementInput: one is no device.
+        """
+        return _dense(self, all_of_kind(devices, PlacementDevice, "devices"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from math import inf, isclose
 from typing import NoReturn
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
+from gpurt.placement.inputs import check_types
 from gpurt.placement.plan import Plan, Stage
 from gpurt.placement.plan_form import check_form
 from gpurt.placement.recounting import Recount
@@ -31,7 +33,9 @@ def validate_plan(
     plan: Plan,
 ) -> None:
     """Raise :class:`InvalidPlan`, which names the rule and the place, unless the plan keeps every rule and says the
-    truth about its bytes and times."""
+    truth about its bytes and times; InvalidPlacementInput where an argument is of another kind."""
+    check_kind(plan, Plan, "plan")
+    check_types(model, devices, topology, constraints or Constraints())
     _Validator(model, devices, topology, constraints or Constraints(), plan).run()
 
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from pydantic import Field
 
+from gpurt.placement.arguments import check_count
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import PlacementRecord
 
@@ -33,8 +34,10 @@ class PlanVersion(PlacementRecord):
             term: of the master that makes the plan; None: the term of this version.
 
         Raises:
-            InvalidPlacementInput: ``term`` is earlier than this version's, or the number has reached 64 bits.
+            InvalidPlacementInput: ``term`` is no term, or an earlier one, or the number has reached 64 bits.
         """
+        if term is not None:
+            check_count(term, "term", least=0, most=MAX_NUMBER)
         if term is None or term == self.term:
             return PlanVersion(term=self.term, n=self.n + 1)
         if term < self.term:

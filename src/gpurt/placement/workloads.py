@@ -11,6 +11,8 @@ from typing import Final
 
 from pydantic import Field, field_validator
 
+from gpurt.placement.arguments import all_of_kind
+from gpurt.placement.device_arguments import given_devices
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.number_formats import known_dtype
@@ -81,14 +83,20 @@ def optimize_workload_placement(
 
     The longest step first, each on the device that would be done first with it, memory permitting; where that leaves
     something out, a search for an assignment with everything, largest first; where there is none, what fitted.
-    Deterministic, and the order of the devices does not count. Memory that devices share is one.
+    Deterministic, and the order of the devices does not count. Memory that devices share is one. Without a device
+    nothing is placed, and ``unplaced`` says so.
 
     Raises:
-        InvalidPlacementInput: a name is there twice.
+        InvalidPlacementInput: an argument is of another kind, or two workloads or two devices are called the same; the
+            field says which one (``workloads.1.name``).
     """
-    for field, names in (("workloads", [each.name for each in workloads]), ("devices", [each.id for each in devices])):
-        if len(set(names)) < len(names):
-            raise InvalidPlacementInput("a name is there twice", field=field)
+    workloads = all_of_kind(workloads, WorkloadRequest, "workloads")
+    devices = given_devices(devices)
+    seen: set[str] = set()
+    for place, request in enumerate(workloads):
+        if request.name in seen:
+            raise InvalidPlacementInput(f"{request.name!r} is there twice", field=f"workloads.{place}.name")
+        seen.add(request.name)
     return _Assignment(workloads, sorted(devices, key=lambda device: device.id)).best()
 
 
@@ -207,11 +215,21 @@ class _Assignment:
         if not self.devices:
             return "there is no device"
         if not self.able[work]:
-            return "no device has its backend and data type"
+            return f"no device {_asked(request)}"
         most = max(self.room[self.pools[device]] for device in self.able[work])
         if most < request.memory_bytes:
             return f"it holds {size_words(request.memory_bytes)}, and no device has more than {size_words(most)}"
         return f"its {size_words(request.memory_bytes)} are left on no device beside the others"
+
+
+def _asked(request: WorkloadRequest) -> str:
+    """What it asks of a device, in words."""
+    asked: list[str] = []
+    if request.backends is not None:
+        asked.append(f"is of {' or '.join(sorted(request.backends)) or 'no backend at all'}")
+    if request.dtype is not None:
+        asked.append(f"computes in {request.dtype}")
+    return " and ".join(asked)
 
 
 def _able(request: WorkloadRequest, device: PlacementDevice) -> bool:
