@@ -382,6 +382,7 @@ async def test_sums_of_a_cluster_and_no_series_for_a_node() -> None:
         cluster.join(f"n{index}", device(f"GPU-{index}", memory_usable_bytes=1 << 30))
         cluster.hear(f"n{index}", f"GPU-{index}", age_s=index / 10)
     cluster.join("sim", device("S", simulated=True, memory_usable_bytes=5))
+    cluster.join("full", draining=True)
     cluster.view.node_down("n0")
     cluster.view.node_down("n1", left=True)
     cluster.clock.now += 1
@@ -390,7 +391,8 @@ async def test_sums_of_a_cluster_and_no_series_for_a_node() -> None:
     counts = {
         state: value(samples, "gpurt_cluster_nodes", state=state) for state in ("healthy", "suspect", "lost", "left")
     }
-    assert counts == {"healthy": 99, "suspect": 1, "lost": 0, "left": 1}
+    assert counts == {"healthy": 100, "suspect": 1, "lost": 0, "left": 1}
+    assert value(samples, "gpurt_cluster_nodes_draining") == 1
     assert value(samples, "gpurt_cluster_devices", health="suspect") == 1
     assert value(samples, "gpurt_cluster_devices", health="removed") == 1
     assert value(samples, "gpurt_cluster_devices_available", simulated="false") == 98

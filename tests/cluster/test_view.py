@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from gpurt.cluster.changes import ChangeKind
+from gpurt.cluster.changes import Change, ChangeKind, Changes
 from gpurt.cluster.envelope import EventKind, make_event
 from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.view import MasterView
-from gpurt.types import DeviceState
+from gpurt.errors import ReasonCode
+from gpurt.types import BackendReport, DeviceState
 from tests.cluster.support import E1, E2, HOST_A, HOST_B, FakeClock, device, snapshot
 
 
@@ -128,8 +130,7 @@ async def test_suspect_at_once_lost_after_the_grace_back_with_the_snapshot() -> 
         ("node_suspect", "n1"),
         ("node_lost", "n1"),
         ("node_back", "n1"),
-        ("device_health", "GPU-a"),
-    ]
+    ], "what its node's state does to a device, the node's change says"
 
 
 @pytest.mark.parametrize("goodbye_first", [True, False])
@@ -307,3 +308,62 @@ async def test_a_snapshot_of_the_view_stays_as_it_was() -> None:
     fold.view.node_down("n1")
     assert before.nodes["n1"].state is NodeState.HEALTHY
     assert '"state":"healthy"' in before.model_dump_json()
+
+
+async def test_what_moves_by_itself_is_marked_and_what_is_new_is_said() -> None:
+    fold = Fold()
+    fold.join(device(), gpu_discovery_timestamp="1", discovery_status="preview")
+    changes = fold.view.changes()
+
+    async def next_said() -> tuple[str, bool, str | None]:
+        change = await anext(changes)
+        return change.kind.value, change.minor, change.message
+
+    moved = device(memory_available=1 << 30, memory_usable_bytes=1 << 30)
+    fold.event(EventKind.DEVICE_UPDATED, subject="GPU-a", device=moved.model_dump(mode="json"), reason="whatever")
+    assert await next_said() == ("device_updated", True, "memory_available, memory_usable_bytes")
+    newer = moved.model_copy(update={"driver_version": "600.1", "memory_available": 2 << 30})
+    fold.join(newer, gpu_discovery_timestamp="1", discovery_status="preview")
+    assert await next_said() == ("device_updated", False, "memory_available, driver_version: 590.48 -> 600.1")
+    fold.join(newer, gpu_discovery_timestamp="2", discovery_status="preview")
+    assert await next_said() == ("node_updated", True, None)
+    fold.join(newer, gpu_discovery_timestamp="3", discovery_status="complete")
+    assert await next_said() == ("node_updated", False, "discovery: preview -> complete")
+
+
+async def test_of_backends_only_another_answer_is_said() -> None:
+    def report(status: Any, reason: ReasonCode | None = None, elapsed_ms: int = 1) -> BackendReport:
+        return BackendReport(name="cuda", status=status, reason=reason, elapsed_ms=elapsed_ms)
+
+    fold = Fold()
+    fold.join(device(), reports=(report("ok"),))
+    changes = fold.view.changes()
+    fold.join(device(), reports=(report("ok", elapsed_ms=99),))
+    assert (await anext(changes)).minor
+    fold.join(device(), reports=(report("unavailable", ReasonCode.CRASHED),))
+    said = await anext(changes)
+    assert (said.minor, said.message) == (False, "backend cuda: unavailable (crashed), was ok")
+
+
+async def test_that_a_node_drains_is_said_once_for_all_its_devices() -> None:
+    fold = Fold()
+    fold.join(device(), device("GPU-b", 1))
+    changes = fold.view.changes()
+    fold.join(device(), device("GPU-b", 1), draining=True)
+    fold.join(device(), device("GPU-b", 1), draining=False)
+    fold.join(device(), device("GPU-c", 2), draining=False)
+    said = [await anext(changes) for _ in range(3)]
+    assert [(each.kind.value, each.message) for each in said] == [
+        ("node_updated", "draining: it takes no new placements"),
+        ("node_updated", "it takes new placements again"),
+        ("device_removed", "its node no longer lists it"),
+    ]
+    fold.join(device(), node="n2", draining=True)
+    joined = [change async for change in _now(changes) if change.kind is ChangeKind.NODE_JOINED]
+    assert [each.message for each in joined] == ["1 device, discovery not done yet, draining"]
+
+
+async def _now(changes: Changes) -> AsyncIterator[Change]:
+    changes.close()
+    async for change in changes:
+        yield change

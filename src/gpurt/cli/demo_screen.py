@@ -43,7 +43,8 @@ class Screen:
         self._print(f"{time.monotonic() - self._began:6.2f} s  {text}")
 
     def change(self, change: Change, snapshot: ClusterSnapshot) -> None:
-        self.say(f"master: {change_line(change, snapshot)}")
+        if not change.minor:
+            self.say(f"master: {change_line(change, snapshot)}")
 
     def progress(self, worker: str, done: int, total: int) -> None:
         """Pieces of the model that a worker has loaded."""
@@ -111,7 +112,7 @@ class LiveScreen(Screen):
 
     def change(self, change: Change, snapshot: ClusterSnapshot) -> None:
         self._table = cluster_table(snapshot, max_rows=self._console.height // 3, compact=True)
-        if change.device is None:
+        if change.device is None and not change.minor:
             self.say(f"master: {change_line(change, snapshot)}")
         else:
             self._live.update(self._picture())

@@ -67,13 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = observing.observer_config(args, args.cluster)
     measure = (args.bytes, args.seconds) if args.measure else None
-    identity = protected.identity_of(args)
-    if measure and identity is not None and identity.role != "master":
-        # The hub would let the command through to nobody, which looks like nodes that do not answer.
-        raise GPUError(
-            f"the certificate of {identity.name} is that of a {identity.role}, which may not have nodes measure",
-            hint="make one with gpurt cluster enrol NAME --role master",
-        )
+    if measure:
+        observing.check_may_command(protected.identity_of(args), "have nodes measure")
     seen = run_command(look(config, measure=measure, nodes=args.nodes))
     sys.stdout.write(json.dumps(seen.document(), allow_nan=False) + "\n" if args.json else seen.text())
     return 1 if seen.failed else 0

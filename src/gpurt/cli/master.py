@@ -126,7 +126,7 @@ async def _lines(view: MasterView, *, as_json: bool) -> None:
         snapshot = view.snapshot()
         if as_json:
             _write(json.dumps(change_document(change, snapshot), allow_nan=False))
-        else:
+        elif not change.minor:
             _write(change_line(change, snapshot))
 
 
@@ -140,7 +140,9 @@ def change_document(change: Change, snapshot: ClusterSnapshot) -> dict[str, Any]
         "change": change.kind,
         "node": change.node,
         "node_state": record.state if record else None,
+        "draining": record.draining if record else None,
         "device": change.device,
+        "available": device.available if device else None,
         "record": device.device.model_dump(mode="json") if device else None,
         "message": change.message,
     }

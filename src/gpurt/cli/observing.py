@@ -1,4 +1,5 @@
-"""Watching a cluster through its hub, for every command that only looks: no node sees it, and it gives no orders."""
+"""Watching a cluster through a hub that runs elsewhere, for every command that looks, and for those that then tell
+nodes what to do: no node sees it."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ _MAY_WATCH: Final = ("observer", "master")
 """Roles of certificates."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the hub is, and with which certificate."""
+def add_arguments(parser: argparse.ArgumentParser, *, role: str = "an observer") -> None:
+    """Where the hub is, and with which certificate: that of ``role``."""
     parser.add_argument(
         "--endpoint",
+        "--connect",
         metavar="ENDPOINT",
         help=f"where the master listens (default: {DEFAULT_ENDPOINT}, or as in the folder of --tls)",
     )
-    protected.add_arguments(parser, "FOLDER, as gpurt cluster enrol made it for an observer")
+    protected.add_arguments(parser, f"FOLDER, as gpurt cluster enrol made it for {role}")
 
 
 def observer_config(args: argparse.Namespace, cluster: str | None) -> MasterConfig:
@@ -62,10 +64,28 @@ def check_may_watch(identity: Identity | None) -> None:
     """
     if identity is not None and identity.role not in _MAY_WATCH:
         # The hub would only let it see nothing, which looks like an empty cluster.
-        raise GPUError(
-            f"the certificate of {identity.name} is that of a {identity.role}, which may not watch a cluster",
-            hint="make one with gpurt cluster enrol NAME --role observer",
-        )
+        raise _may_not(identity, "watch a cluster", "observer")
+
+
+def check_may_command(identity: Identity | None, deed: str) -> None:
+    """
+    Args:
+        deed: what is to be done, for people.
+
+    Raises:
+        GPUError: the certificate is of a role that may give no commands.
+    """
+    if identity is not None and identity.role != "master":
+        # The hub would let the command through to nobody, which looks like nodes that do not answer.
+        raise _may_not(identity, deed, "master")
+
+
+def _may_not(identity: Identity, deed: str, role: str) -> GPUError:
+    article = "an" if identity.role[0] in "aeiou" else "a"
+    return GPUError(
+        f"the certificate of {identity.name} is that of {article} {identity.role}, which may not {deed}",
+        hint=f"make one with gpurt cluster enrol NAME --role {role}",
+    )
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -112,7 +113,11 @@ def save_inventory(path: str, inventory: Inventory) -> None:
 
 def inventory_of_snapshot(snapshot: ClusterSnapshot) -> Inventory:
     """Every device of a master's view, with what lies on it already and the links that nodes have measured; those of
-    nodes that are away are left out with that as the reason."""
+    nodes that are away are left out with that as the reason.
+
+    Raises:
+        GPUError: there are devices, and none of them takes a new placement.
+    """
     from gpurt.cluster.records import NodeState
     from gpurt.cluster.topology import topology_from_view
 
@@ -125,6 +130,12 @@ def inventory_of_snapshot(snapshot: ClusterSnapshot) -> Inventory:
         for key in node.devices
     }
     found = inventory_of(devices, away=away, resident=snapshot.resident)
+    if found.left_out and not found.devices:
+        reasons = Counter(found.left_out.values()).most_common()
+        raise GPUError(
+            f"no device takes a new placement now: {', '.join(f'{why} ({count})' for why, count in reasons)}",
+            hint="gpurt top has them all; gpurt drain NODE --undo lets a draining node take part again",
+        )
     return found.model_copy(update={"topology": topology_from_view(snapshot, found.devices)})
 
 
@@ -133,7 +144,7 @@ async def live_inventory(config: MasterConfig, *, engine: EventEngine | None = N
 
     Raises:
         BusUnavailable: no hub there, or no zenoh here.
-        GPUError: no node has joined.
+        GPUError: no node has joined, or none of its devices takes a new placement.
     """
     from gpurt.cluster.records import NodeState
     from gpurt.cluster.view import MasterView

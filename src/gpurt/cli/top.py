@@ -133,7 +133,8 @@ class Watch:
             for line in lines(self._overview(master)):
                 _write(line)
             async for change in changes:
-                _write(change_line(change, self._view.snapshot()))
+                if not change.minor:
+                    _write(change_line(change, self._view.snapshot()))
 
     async def live(self, console: Console) -> None:
         """A picture that changes in place, until cancelled; the last one stays."""

@@ -120,6 +120,7 @@ class NodeLines:
             "node": self.name,
             "state": self.node.state,
             "state_s": round(self.state_s, 3),
+            "draining": self.node.draining,
             "conflict": self.conflict,
             "hostname": self.node.host.hostname,
             "discovery_status": self.node.discovery_status,

@@ -56,10 +56,10 @@ def summary(overview: Overview) -> str:
     counts = ", ".join(f"{count} {state}" for state, count in states.items() if count)
     lines = [line for line in overview.devices if line.found.available]
     simulated = sum(line.found.device.simulated for line in overview.devices)
-    words = [
-        f"{_counted(len(overview.nodes), 'node')}{f' ({counts})' if counts else ''}",
-        f"{_counted(len(overview.devices), 'device')}, {len(lines)} available",
-    ]
+    draining = sum(node.node.draining for node in overview.nodes)
+    words = [f"{_counted(len(overview.nodes), 'node')}{f' ({counts})' if counts else ''}"]
+    words += [f"{draining} draining"] * bool(draining)
+    words.append(f"{_counted(len(overview.devices), 'device')}, {len(lines)} available")
     if simulated:
         words.append(f"{simulated} simulated")
     if lines:
@@ -188,12 +188,13 @@ def _node_row(node: NodeLines) -> _Row:
 
 
 def _label(node: NodeLines) -> str:
-    state = "" if node.node.state == "healthy" else f" ({node.node.state} {_seconds(node.state_s)})"
-    return f"{node.name}{state}{' (name used twice)' if node.conflict else ''}"
+    marks: list[str] = [] if node.node.state == "healthy" else [f"{node.node.state} {_seconds(node.state_s)}"]
+    marks += ["draining"] * node.node.draining + ["name used twice"] * node.conflict
+    return f"{node.name}{''.join(f' ({mark})' for mark in marks)}"
 
 
 def _health(line: DeviceLine) -> str:
-    if line.found.available or line.health is not DeviceState.HEALTHY:
+    if line.health is not DeviceState.HEALTHY or line.found.device.usable:
         return line.health.value
     return f"{line.health.value}, not usable"
 

@@ -15,7 +15,7 @@ BUFFER_CHANGES: Final = 1024
 class ChangeKind(StrEnum):
     NODE_JOINED = "node_joined"
     NODE_UPDATED = "node_updated"
-    """Summary, host or reports of the node; also a new run of its process."""
+    """Summary, host or reports of the node, whether it is draining; also a new run of its process."""
     NODE_SUSPECT = "node_suspect"
     NODE_LOST = "node_lost"
     NODE_BACK = "node_back"
@@ -28,6 +28,7 @@ class ChangeKind(StrEnum):
     DEVICE_ADDED = "device_added"
     DEVICE_UPDATED = "device_updated"
     DEVICE_HEALTH = "device_health"
+    """Its own state. That it is not available because of its node, the node's change says."""
     DEVICE_REMOVED = "device_removed"
     CONFLICT = "conflict"
     CONFLICT_OVER = "conflict_over"
@@ -45,6 +46,9 @@ class Change:
     """For people, where there is more to say."""
     missed: int = 0
     """With ``MISSED``: how many changes."""
+    minor: bool = False
+    """Of a node or a device that was updated: only what moves by itself (free memory, clocks, when devices were looked
+    up). To people it is no news."""
 
 
 class Changes:

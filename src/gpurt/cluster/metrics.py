@@ -98,9 +98,11 @@ def _nodes(snapshot: ClusterSnapshot) -> list[Family]:
     nodes = Family("gpurt_cluster_nodes", "gauge", "Nodes by state.")
     for state, count in nodes_by_state(snapshot).items():
         nodes.add(count, state=state)
+    draining = Family("gpurt_cluster_nodes_draining", "gauge", "Healthy nodes that take no new placements.")
+    draining.add(sum(node.draining and node.state is NodeState.HEALTHY for node in snapshot.nodes.values()))
     conflicts = Family("gpurt_cluster_name_conflicts", "gauge", "Node names that two live processes use.")
     conflicts.add(len(snapshot.conflicts))
-    return [nodes, conflicts]
+    return [nodes, draining, conflicts]
 
 
 def _devices(snapshot: ClusterSnapshot) -> list[Family]:

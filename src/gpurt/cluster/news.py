@@ -10,6 +10,13 @@ from gpurt.types import GPUDevice
 
 _FIELDS: Final = tuple(NodeFields.model_fields)
 _DEVICE_FIELDS: Final = tuple(GPUDevice.model_fields)
+_MOVING: Final = frozenset({"memory_available", "memory_usable_bytes", "clock_rate_mhz"})
+"""Figures of a device that are other ones at every look."""
+_WORDS: Final = {
+    "gpu_backend": "preferred backend",
+    "primary_gpu_device_id": "preferred device",
+    "discovery_status": "discovery",
+}
 
 
 def summary_of(record: NodeRecord) -> tuple[object, ...]:
@@ -19,7 +26,8 @@ def summary_of(record: NodeRecord) -> tuple[object, ...]:
 
 def joined(record: NodeRecord) -> str:
     count = len(record.devices)
-    return f"{count} device{'s' * (count != 1)}, discovery {record.discovery_status or 'not done yet'}"
+    draining = ", draining" if record.draining else ""
+    return f"{count} device{'s' * (count != 1)}, discovery {record.discovery_status or 'not done yet'}{draining}"
 
 
 def back(old: NodeRecord, new: NodeRecord, now: float) -> str:
@@ -31,26 +39,33 @@ def silent(record: NodeRecord, now: float) -> str:
     return f"not heard for {max(0.0, now - record.state_since):.1f} s"
 
 
-def updated(before: NodeRecord, after: NodeRecord) -> str:
-    """What of the node's summary is another now."""
+def updated(before: NodeRecord, after: NodeRecord) -> str | None:
+    """What of the node's summary is another now; None: nothing but when and how long it was looked for."""
     said: list[str] = []
+    if before.draining != after.draining:
+        said.append("draining: it takes no new placements" if after.draining else "it takes new placements again")
     if before.epoch != after.epoch:
         said.append("a new run of its process")
     if before.host != after.host:
         said.append("its host says other things of itself")
-    for name in _FIELDS:
+    for name, word in _WORDS.items():
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
-            said.append(f"{name}: {_told(old)} -> {_told(new)}")
+            said.append(f"{word}: {_told(old)} -> {_told(new)}")
     older = {report.name: report for report in before.reports}
     for report in after.reports:
-        if report != (known := older.get(report.name)):
+        known = older.get(report.name)
+        if known is None or (known.status, known.reason) != (report.status, report.reason):
             state = report.status if report.reason is None else f"{report.status} ({report.reason})"
-            was = "" if known is None else ", again" if known.reason == report.reason else f", was {known.status}"
-            said.append(f"backend {report.name}: {state}{was}")
+            said.append(f"backend {report.name}: {state}{f', was {known.status}' if known else ''}")
     gone = sorted(older.keys() - {report.name for report in after.reports})
     said += [f"backend {name}: no report any more" for name in gone]
-    return "; ".join(said) or "its reports are in another order"
+    return "; ".join(said) or None
+
+
+def moves_alone(before: DeviceRecord | None, after: DeviceRecord) -> bool:
+    """Nothing about a device is another but figures that are so at every look."""
+    return before is not None and _others(before.device, after.device) <= _MOVING
 
 
 def of_device(before: DeviceRecord | None, after: DeviceRecord) -> str | None:
@@ -59,12 +74,20 @@ def of_device(before: DeviceRecord | None, after: DeviceRecord) -> str | None:
     if before is None:
         return now.state_reason
     was = before.device
-    others = [name for name in _DEVICE_FIELDS if getattr(was, name) != getattr(now, name)]
-    if not others:
-        return "its node is healthy" if after.available else "its node is not healthy"
     if (was.state, was.usable, was.state_reason) != (now.state, now.usable, now.state_reason):
         return now.state_reason or f"{was.state} -> {now.state}"
-    return ", ".join(others)
+    others = _others(was, now)
+    return ", ".join(_difference(name, was, now) for name in _DEVICE_FIELDS if name in others)
+
+
+def _others(was: GPUDevice, now: GPUDevice) -> set[str]:
+    return {name for name in _DEVICE_FIELDS if getattr(was, name) != getattr(now, name)}
+
+
+def _difference(name: str, was: GPUDevice, now: GPUDevice) -> str:
+    old, new = getattr(was, name), getattr(now, name)
+    told = name not in _MOVING and all(isinstance(value, str | int | float | None) for value in (old, new))
+    return f"{name}: {_told(old)} -> {_told(new)}" if told else name
 
 
 def _told(value: object) -> str:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 from pydantic import ValidationError
 
-from gpurt.cluster.changes import BUFFER_CHANGES, Change, ChangeFeed, ChangeKind, Changes
+from gpurt.cluster.changes import BUFFER_CHANGES, ChangeKind, Changes
 from gpurt.cluster.device_data import DeviceData
 from gpurt.cluster.envelope import Envelope, EventKind, summary
 from gpurt.cluster.errors import MalformedEvent
-from gpurt.cluster.news import back, joined, of_device, silent, summary_of, updated
+from gpurt.cluster.news import back, joined, silent, summary_of
 from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.record_changes import (
     available,
@@ -31,9 +31,10 @@ from gpurt.cluster.record_changes import (
     same_device,
     text_of,
 )
-from gpurt.cluster.records import ClusterSnapshot, Conflict, DeviceRecord, NodeRecord, NodeState
-from gpurt.cluster.shards import NodePlacement, placement_changes
+from gpurt.cluster.records import ClusterSnapshot, Conflict, NodeRecord, NodeState
+from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
+from gpurt.cluster.telling import Telling
 from gpurt.types import BackendReport, GPUDevice
 
 GRACE_S: Final = 2.0
@@ -77,7 +78,7 @@ class MasterView:
         self._left_at: dict[str, int] = {}
         """Sequence number of a node's goodbye."""
         self._conflicts: dict[str, Conflict] = {}
-        self._feed = ChangeFeed()
+        self._telling = Telling()
 
     # Questions
 
@@ -93,7 +94,7 @@ class MasterView:
 
     def changes(self, limit: int = BUFFER_CHANGES) -> Changes:
         """What changes from this call on, for one consumer of this loop, who may be ``limit`` changes behind."""
-        return self._feed.open(limit)
+        return self._telling.open(limit)
 
     @property
     def deadline(self) -> float | None:
@@ -137,14 +138,14 @@ class MasterView:
         self._nodes[name] = record
         self._note_suspicion(record)
         if old is None:
-            self._post(ChangeKind.NODE_JOINED, name, message=joined(record))
+            self._telling.post(ChangeKind.NODE_JOINED, name, message=joined(record))
         elif healthy and not same_state:
-            self._post(ChangeKind.NODE_BACK, name, message=back(old, record, self.clock()))
+            self._telling.post(ChangeKind.NODE_BACK, name, message=back(old, record, self.clock()))
         elif summary_of(old) != summary_of(record):
-            self._post(ChangeKind.NODE_UPDATED, name, message=updated(old, record))
-        self._post_differences(name, old.devices if old else {}, record.devices)
-        self._post_placement(name, old.placement if old else NodePlacement(), record.placement)
-        self._post_links(name, old.links if old else NodeLinks(), record.links)
+            self._telling.node_updated(old, record)
+        self._telling.devices(name, old.devices if old else {}, record.devices)
+        self._telling.placement(name, old.placement if old else NodePlacement(), record.placement)
+        self._telling.links(name, old.links if old else NodeLinks(), record.links)
         return True
 
     def apply_event(self, event: Envelope) -> bool:
@@ -221,12 +222,12 @@ class MasterView:
             return
         self._conflicts[refused.node] = conflict
         _log.error("%s", conflict.message)
-        self._post(ChangeKind.CONFLICT, refused.node, message=conflict.message)
+        self._telling.post(ChangeKind.CONFLICT, refused.node, message=conflict.message)
 
     def end_conflict(self, name: str) -> None:
         """Only one process uses the name any more."""
         if self._conflicts.pop(name, None) is not None:
-            self._post(ChangeKind.CONFLICT_OVER, name, message="one process alone uses the name now")
+            self._telling.post(ChangeKind.CONFLICT_OVER, name, message="one process alone uses the name now")
 
     # Inside
 
@@ -254,11 +255,11 @@ class MasterView:
         if kind is EventKind.NODE_PLACEMENT:
             placement = NodePlacement.model_validate(data.get("placement"))
             self._store(record, fields, placement=placement)
-            self._post_placement(record.node, record.placement, placement)
+            self._telling.placement(record.node, record.placement, placement)
             return True
         links = NodeLinks.model_validate(data.get("links"))
         self._store(record, fields, links=links)
-        self._post_links(record.node, record.links, links)
+        self._telling.links(record.node, record.links, links)
         return True
 
     def _fold_device(self, kind: EventKind, record: NodeRecord, event: Envelope) -> None:
@@ -272,7 +273,7 @@ class MasterView:
         if not key:
             raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
         devices = dict(record.devices)
-        previous = devices.get(key)
+        previous, current = devices.get(key), None
         if kind is EventKind.DEVICE_REMOVED:
             devices.pop(key, None)
             change = ChangeKind.DEVICE_REMOVED if previous else None
@@ -285,11 +286,11 @@ class MasterView:
                 device = GPUDevice.model_validate(event.document().get("device"))
             devices[key] = current = available(device, offered=record.offers_devices)
             change = None if same_device(previous, current) else device_change(previous, current)
-            if change is not None and why is None and self._feed.watched:
-                why = of_device(previous, current)
         self._store(record, fields, devices=devices, **position_of(event))
-        if change is not None:
-            self._post(change, record.node, key, message=why)
+        if change is not None and current is not None:
+            self._telling.device(change, record.node, key, previous, current, why)
+        elif change is not None:
+            self._telling.post(change, record.node, key, message=why)
 
     def _store(self, record: NodeRecord, fields: NodeFields | None, **changes: Any) -> None:
         """Replace the node's record, in one copy: copies are what an event costs most."""
@@ -303,8 +304,8 @@ class MasterView:
         if "draining" in changes:
             after = offered_again(after)
         self._nodes[record.node] = after
-        if told and self._feed.watched:
-            self._post(ChangeKind.NODE_UPDATED, record.node, message=updated(record, after))
+        if told:
+            self._telling.node_updated(record, after)
 
     def _leave(self, record: NodeRecord) -> None:
         """By its goodbye, or by the end of its token, or by both in either order."""
@@ -315,7 +316,7 @@ class MasterView:
     def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind, message: str) -> None:
         self._nodes[record.node] = offered_again(changed(record, state=state, state_since=self.clock()))
         self._note_suspicion(self._nodes[record.node])
-        self._post(kind, record.node, message=message)
+        self._telling.post(kind, record.node, message=message)
 
     def _note_suspicion(self, record: NodeRecord) -> None:
         if record.state is NodeState.SUSPECT:
@@ -343,31 +344,10 @@ class MasterView:
         del self._nodes[gone.node]
         self._left_at.pop(gone.node, None)
         why = f"it was {gone.state} for longest, and there is room for {self._max_nodes} nodes"
-        self._post(ChangeKind.NODE_FORGOTTEN, gone.node, message=why)
+        self._telling.post(ChangeKind.NODE_FORGOTTEN, gone.node, message=why)
         return True
 
     def _settle_conflict(self, snapshot: NodeSnapshot) -> None:
         conflict = self._conflicts.get(snapshot.node)
         if conflict is not None and conflict.refused_epoch == snapshot.epoch:
             self.end_conflict(snapshot.node)
-
-    def _post_differences(
-        self, node: str, before: Mapping[str, DeviceRecord], after: Mapping[str, DeviceRecord]
-    ) -> None:
-        for key in before.keys() - after.keys():
-            self._post(ChangeKind.DEVICE_REMOVED, node, key, message="its node no longer lists it")
-        for key, record in after.items():
-            if record != (old := before.get(key)):
-                self._post(device_change(old, record), node, key, message=of_device(old, record))
-
-    def _post_placement(self, node: str, before: NodePlacement, after: NodePlacement) -> None:
-        if (said := placement_changes(before, after)) is not None:
-            self._post(ChangeKind.NODE_PLACEMENT, node, message=said)
-
-    def _post_links(self, node: str, before: NodeLinks, after: NodeLinks) -> None:
-        if before.measured != after.measured:
-            self._post(ChangeKind.NODE_LINKS, node, message=f"{len(after.measured)} links measured")
-
-    def _post(self, kind: ChangeKind, node: str, device: str | None = None, *, message: str | None = None) -> None:
-        if self._feed.watched:
-            self._feed.post(Change(kind, node, device, message))
