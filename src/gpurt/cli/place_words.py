@@ -13,6 +13,7 @@ from gpurt.placement.errors import InvalidPlacementInput
 
 if TYPE_CHECKING:
     from gpurt.placement.infeasibility import InfeasibilityReport
+    from gpurt.placement.replica_report import ReplicaReport
 
 OPTIONS: Final = {
     "workload.context_tokens": "--context",
@@ -65,7 +66,7 @@ def in_words_of_options(text: str) -> str:
     return _NAMES.sub(lambda match: OPTIONS[match[1]], text)
 
 
-def refusal_lines(report: InfeasibilityReport) -> Sequence[str]:
+def refusal_lines(report: InfeasibilityReport | ReplicaReport) -> Sequence[str]:
     """What a report explains; lines that only repeat the figures of the first one are left out."""
     first, *others = in_words_of_options(report.explain()).splitlines()
     said = set(_FIGURES.findall(first))

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from gpurt.placement.repair import repair_placement
     from gpurt.placement.replanning import FailedRepair, ProposedPlan, Replanner
+    from gpurt.placement.replica_report import ReplicaReport
     from gpurt.placement.replicas import solve_replicas, solve_replicas_async
     from gpurt.placement.replicas_explained import explain_replicas
     from gpurt.placement.replicated import ReplicatedPlan, validate_replicas
@@ -112,6 +113,7 @@ __all__ = [
     "RepairPolicy",
     "RepairResult",
     "Replanner",
+    "ReplicaReport",
     "ReplicatedPlan",
     "ResidentRange",
     "Stage",
@@ -209,6 +211,7 @@ _HOMES = {
     "hysteresis": ("RepairPolicy",),
     "repair": ("repair_placement",),
     "replanning": ("FailedRepair", "ProposedPlan", "Replanner"),
+    "replica_report": ("ReplicaReport",),
     "replicas": ("solve_replicas", "solve_replicas_async"),
     "replicas_explained": ("explain_replicas",),
     "replicated": ("ReplicatedPlan", "validate_replicas"),

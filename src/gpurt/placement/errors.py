@@ -22,6 +22,7 @@ from gpurt.printable import shortened
 
 if TYPE_CHECKING:
     from gpurt.placement.infeasibility import InfeasibilityReport
+    from gpurt.placement.replica_report import ReplicaReport
 
 
 class PlacementError(GPUError):
@@ -70,14 +71,19 @@ class InfeasiblePlacement(PlacementError):
 
     Attributes:
         constraint: which kind of constraint cannot be kept (``"memory"``, ``"layers"``, ``"max_stages"``, …).
-        report: the figures, what is left out and why, and the smallest changes with which there is a plan; the solver
-            always makes one.
+        report: the figures, what is left out and why, and the smallest changes with which there is a plan; of replicas
+            how many there are plans for. The solver always makes one.
     """
 
     _extra = ("constraint", "report")
 
     def __init__(
-        self, message: str, *, constraint: str, report: InfeasibilityReport | None = None, **context: Any
+        self,
+        message: str,
+        *,
+        constraint: str,
+        report: InfeasibilityReport | ReplicaReport | None = None,
+        **context: Any,
     ) -> None:
         super().__init__(message, **context)
         self.constraint = constraint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import isclose
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.inputs import check_types
+from gpurt.placement.neighbourhood import limits_there
 from gpurt.placement.plan import Plan
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.spec import ModelSpec
@@ -57,6 +58,33 @@ def alone(constraints: Constraints) -> Constraints:
             "replicas": 1, "replica_domain": None, "require_devices": frozenset(), "require_nodes": frozenset(),
         }
     )  # fmt: skip
+
+
+def rules_of_share(
+    constraints: Constraints, share: Sequence[PlacementDevice], nodes: Mapping[str, Set[str]]
+) -> Constraints | None:
+    """The rules of one replica as far as they speak of these devices; None where a pin names none of them.
+
+    ``nodes``: all devices of each node, those of other shares as well.
+    """
+    ids, there = {device.id for device in share}, {device.node for device in share}
+    pins = [
+        pin.model_copy(update={"devices": pin.devices & ids, "nodes": pin.nodes & there}) for pin in constraints.pins
+    ]
+    if any(not pin.devices and not pin.nodes for pin in pins):
+        return None
+    return alone(constraints).model_copy(
+        update={
+            "pins": tuple(pins),
+            "exclude_devices": constraints.exclude_devices & ids,
+            "exclude_nodes": constraints.exclude_nodes & there,
+            "require_devices": constraints.require_devices & ids,
+            # A node that is divided may be used by another share.
+            "require_nodes": frozenset(name for name in constraints.require_nodes & there if nodes[name] <= ids),
+            "stage_layers": tuple(entry for entry in constraints.stage_layers if entry.device in ids),
+            "domain_limits": limits_there(constraints, share),
+        }
+    )
 
 
 def validate_replicas(
