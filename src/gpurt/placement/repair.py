@@ -4,7 +4,7 @@ Three searches, each wider than the one before, until one has a plan that is goo
 
 1. what survives stays where it is; what is lost goes to its neighbours and to spare devices, first with hardly any
    other movement, then with more of it;
-2. the solver on the same devices, for a moment;
+2. the solver on the same devices, for a moment; the survivors in another order, where they are few; the solver again;
 3. the solver on all devices: what it does not place cannot be placed.
 """
 
@@ -41,9 +41,11 @@ _FEW: Final = 5
 """Survivors up to which their order is given up, too: of more, the search cannot see enough."""
 _SLOWEST: Final = (1.0, 1.25, 1.6, 2.5, np.inf)
 """Where the slowest stage counts: how much slower it may get, one after the other."""
-_SOLVES: Final = ((0.08, 0.0), (0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
-"""Seconds for the solver on the neighbourhood, and the price of movement, one after the other. The first, with all
-before it, is below a quarter of a second; without a price it also finds how near to the best a plan is."""
+_GLANCE: Final = ((0.08, 0.0),)
+"""Seconds for the solver on the neighbourhood, and the price of movement. With all before it, that is below a quarter
+of a second; without a price it also finds how near to the best a plan is."""
+_LOOKS: Final = ((0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
+"""The same, one after the other, where that was not near enough."""
 _CERTAIN: Final = 1.5
 """Times the tolerance that a plan may be slower than a bound, which nothing beats. What was promised may be beaten."""
 _SKIPPED: Final = 2
@@ -121,6 +123,9 @@ class Repair:
         near = neighbourhood(plan, model, self.devices, self.topology, self.rules)
         self.search = RepairSearch(plan, model, near, self.topology, self.rules, holdings, self.kind)
         self.teller.lost = self.search.lost
+        # No plan is better with fewer devices than with all: what was proved of the former plan holds.
+        self.bound = min(plan.bound or 0.0, self.teller.promised)
+        """Seconds of the objective, as far as it is known, that no plan on the devices looked at is below."""
         self.whole = len(near) == len(filter_devices(model, self.devices, self.rules)[0])
         """Nothing is left out of the neighbourhood."""
 
@@ -172,7 +177,13 @@ class Repair:
             if candidate.value <= good:
                 return self._told(candidate, RepairMethod.INCREMENTAL)
         # Where the neighbourhood is everything and holds nothing around the survivors, only the solver's word counts.
-        solved, settled = self._solved_near(found) if found or not self.whole else ([], False)
+        solved: list[Candidate] = []
+        settled = False
+        if found or not self.whole:
+            settled = self._solve_near(_GLANCE, found, solved)
+            if not settled:
+                found += self._reordered(found)
+                settled = self._is_near_best(found, solved) or self._solve_near(_LOOKS, found, solved)
         if not found and not settled:
             full = self._full(time_budget, needed=not solved)
             if full is not None and all(full.value <= candidate.value for candidate in solved):
@@ -204,11 +215,15 @@ class Repair:
         shifted = search.around(price * _SHIFT, skip=2, limit=limit)
         if shifted is not None:
             yield shifted
-            limit = shifted.value + price * _SHIFT * shifted.bytes
-        if len(search.kept) <= _FEW:
-            other = search.around(price * _SHIFT, skip=_FEW, loose=True, limit=limit)
-            if other is not None:
-                yield other
+
+    def _reordered(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Plans in which survivors are not in their old order, where there are few."""
+        search, price = self.search, self.teller.promised / whole_bytes(self.model) * _SHIFT
+        if self.kind is ObjectiveKind.THROUGHPUT or len(search.kept) > _FEW:
+            return []
+        limit = min((candidate.value + price * candidate.bytes for candidate in found), default=np.inf)
+        other = search.around(price, skip=_FEW, loose=True, limit=limit)
+        return [] if other is None else [other]
 
     def _full(self, time_budget: float, *, needed: bool) -> RepairResult | None:
         """By the solver on all devices. None: not in time, and it is not ``needed``."""
@@ -219,31 +234,35 @@ class Repair:
                 raise
             return None
 
-    def _solved_near(self, found: Sequence[Candidate]) -> tuple[list[Candidate], bool]:
-        """Plans of the solver on the neighbourhood, and whether the best one known is good enough. Each look is longer
-        than the one before; there are no more where it is near the bound, or near what was promised of all devices."""
-        near, promised, tolerance = self.search.devices, self.teller.promised, self.policy.tolerance
-        solved: list[Candidate] = []
-        # No plan is better with fewer devices than with all: what was proved of the former plan holds.
-        bound = min(self.teller.before.bound or 0.0, promised)
-        for seconds, share in _SOLVES:
+    def _solve_near(
+        self, looks: Sequence[tuple[float, float]], found: Sequence[Candidate], solved: list[Candidate]
+    ) -> bool:
+        """Add plans of the solver on the neighbourhood to ``solved``. Whether the best one known is good enough: there
+        are no more looks then."""
+        near, promised = self.search.devices, self.teller.promised
+        for seconds, share in looks:
             price = share * promised / whole_bytes(self.model)
             try:
                 rules = present_constraints(self.rules, near).model_copy(update={"movement_seconds_per_byte": price})
                 plan = self._solved(near, rules, seconds)
             except InfeasiblePlacement:
-                break
+                return False
             except PlacementTimeout:
                 continue
             steps = self.search.steps_of(plan)
             if steps is not None:
                 solved.append(self.search.candidate(steps))
             if share == 0.0:
-                bound = max(bound, plan.bound or 0.0)
-            least = min((candidate.value for candidate in (*found, *solved)), default=np.inf)
-            if least <= max(promised * (1 + tolerance), bound * (1 + _CERTAIN * tolerance)):
-                return solved, True
-        return solved, False
+                self.bound = max(self.bound, plan.bound or 0.0)
+            if self._is_near_best(found, solved):
+                return True
+        return False
+
+    def _is_near_best(self, found: Sequence[Candidate], solved: Sequence[Candidate]) -> bool:
+        """Whether the best plan known is near the bound, or near what was promised of all devices."""
+        tolerance = self.policy.tolerance
+        least = min((candidate.value for candidate in (*found, *solved)), default=np.inf)
+        return least <= max(self.teller.promised * (1 + tolerance), self.bound * (1 + _CERTAIN * tolerance))
 
     def _solved(self, devices: Sequence[PlacementDevice], rules: Constraints, seconds: float) -> Plan:
         return ConstraintSatisfactionPlacement().solve_placement(

@@ -61,15 +61,19 @@ class Survivors:
         self.spare_index, self.spare_need = self.index[spares], self.need[spares]
         self.to_spares = np.ascontiguousarray(instance.hop[:, :, spares])
         slots, states = len(spares) + 1, len(self.kept) + 1
-        shape = (self.layers + 1, states, slots)
+        self.units = np.zeros((states, slots), dtype=np.intp)
+        """By state, which is how many survivors are behind, and slot: each spare unit, and the last survivor."""
+        self.units[:, :-1] = spares
+        self.units[1:, -1] = [kept.unit for kept in self.kept]
+        shape = (states, slots, self.layers + 1)
         self.value = np.full(shape, np.inf)
-        self.start = np.zeros(shape, dtype=np.int64)
-        self.row = np.zeros(shape, dtype=np.int64)
-        self.slot = np.full(shape, -1, dtype=np.int64)
-        self.first = np.zeros(shape, dtype=np.int64)
-        # Hardly ever touched beyond a few rows for each layer: memory is taken where something is written.
+        self.start = np.zeros(shape, dtype=np.int32)
+        self.row = np.zeros(shape, dtype=np.int32)
+        self.slot = np.full(shape, -1, dtype=np.int32)
+        self.first = np.zeros(shape, dtype=np.intp)
+        # Hardly ever touched beyond a few states for each layer: memory is taken where something is written.
         self.used = np.zeros((*shape, self.rows.shape[1]), dtype=np.int16)
-        self.live = np.zeros(shape[:2], dtype=np.bool_)
+        self.live = np.zeros((self.layers + 1, states), dtype=np.bool_)
         self.limit = np.inf
         self.rest = np.zeros(self.layers + 1)
 
@@ -85,9 +89,9 @@ class Survivors:
         moved = self.moved * price
         self._begin(moved)
         for done in range(1, self.layers):
-            for row in np.flatnonzero(self.live[done]):
-                if self._open(done, int(row)):
-                    self._onward(done, int(row), moved, finals)
+            rows = np.array([row for row in self.live[done].nonzero()[0] if self._open(done, int(row))], dtype=np.intp)
+            if len(rows):
+                self._onward(done, rows, moved, finals)
         return self._cheapest(finals, moved)
 
     def _least(self, price: float) -> Floats:
@@ -113,95 +117,97 @@ class Survivors:
 
     def _begin(self, moved: Floats) -> None:
         cost, reach = self.instance.cost, min(self.width, self.layers - 1)
-        spares, start = self.spares, np.array([-1])
+        spares, start = self.spares, np.zeros(1, dtype=np.intp)
         if len(spares) and reach:
             ends = slice(1, reach + 1)
             value = cost.first[spares, ends] + moved[spares, ends]
-            self._put(ends, 0, np.arange(len(spares)), value.T, 0, 0, np.full(len(spares), -1))
+            self._put(ends, start, slice(0, -1), value[None], 0, start, np.full((1, len(spares)), -1))
         for number, kept in enumerate(self.kept[: self.skip + 1]):
             if kept.start < reach:
                 ends = slice(kept.start + 1, reach + 1)
                 value = cost.first[kept.unit, ends] + moved[kept.unit, ends]
-                self._put(ends, number + 1, start, value[:, None], 0, 0, start)
+                self._put(ends, start + number + 1, slice(-1, None), value[None, None], 0, start, start[None] - 1)
 
-    def _units(self, row: int) -> NDArray[np.intp]:
-        return np.append(self.spares, self.kept[row - 1].unit if row else 0).astype(np.intp)
-
-    def _onward(self, done: int, row: int, moved: Floats, finals: list[tuple[float, int, int, int, int]]) -> None:
-        instance, layers = self.instance, self.layers
-        units = self._units(row)
-        values, used, first = self.value[done, row], self.used[done, row], self.first[done, row]
-        self._inherit(done, row, units)
+    def _onward(
+        self, done: int, rows: NDArray[np.intp], moved: Floats, finals: list[tuple[float, int, int, int, int]]
+    ) -> None:
+        """From all beginnings of ``done`` layers at once. ``rows``: their states."""
+        instance, units = self.instance, self.units[rows]
+        used, first = self._inherit(done, rows, units)
+        values = self.value[rows, :, done]
         # A first stage may take more than a limit has all by itself.
-        alive = np.flatnonzero(np.isfinite(values) & (used <= self.most).all(axis=1))
-        if not len(alive):
-            return
-        leaving, kind = units[alive], instance.boundary[done]
-        room = self.most - used[alive]
-        left = layers - done
+        values[(used > self.most).any(axis=2)] = np.inf
+        room = self.most - used
+        left = self.layers - done
         reach = min(self.width, left - 1)
-        last_row = len(self.kept) - row <= self.skip
-        inner = instance.cost.row(done)
+        hop, inner = instance.hop[instance.boundary[done]], instance.cost.row(done)
         if len(self.spares):
-            free = (room[:, self.spare_index] >= self.spare_need).all(axis=2)
-            lead = np.where(free, values[alive, None] + self.to_spares[kind, leaving], np.inf)
-            came = lead.argmin(axis=0)
-            enter = lead[came, np.arange(len(self.spares))]
-            live = np.flatnonzero(np.isfinite(enter))
-            chosen, enter, came = self.spares[live], enter[live], alive[came[live]]
-            if len(live) and reach > 0:
+            spares = self.spares
+            free = (room[:, :, self.spare_index] >= self.spare_need).all(axis=3)
+            lead = np.where(free, values[:, :, None] + self.to_spares[instance.boundary[done]][units], np.inf)
+            came = lead.argmin(axis=1)
+            enter = np.take_along_axis(lead, came[:, None], axis=1)[:, 0]
+            enter[enter + self.rest[done] >= self.limit] = np.inf
+            if reach > 0:
                 ends = slice(done + 1, done + reach + 1)
-                cost = enter[:, None] + inner[chosen, 1 : reach + 1] + moved[chosen, ends] - moved[chosen, done, None]
-                self._put(ends, row, live, cost.T, done, row, came)
-            if last_row and len(live) and left <= self.width:
-                total = enter + instance.cost.last[chosen, left] + moved[chosen, -1] - moved[chosen, done]
-                total = total + instance.back[chosen, first[came]]
-                finals += [
-                    (float(total[k]), done, row, int(came[k]), int(chosen[k])) for k in np.flatnonzero(total < np.inf)
-                ]
-        for number in range(row, min(len(self.kept), row + 1 + self.skip)):
+                run = inner[spares, 1 : reach + 1] + moved[spares, ends] - moved[spares, done, None]
+                self._put(ends, rows, slice(0, -1), enter[:, :, None] + run, done, rows, came)
+            if left <= self.width:
+                total = enter + instance.cost.last[spares, left] + moved[spares, -1] - moved[spares, done]
+                total = total + instance.back[spares, np.take_along_axis(first, came, axis=1)]
+                total[len(self.kept) - rows > self.skip] = np.inf
+                for place, slot in zip(*np.isfinite(total).nonzero(), strict=True):
+                    origin = int(rows[place]), int(came[place, slot])
+                    finals.append((float(total[place, slot]), done, *origin, int(spares[slot])))
+        for number in range(int(rows[0]), min(len(self.kept), int(rows[-1]) + 1 + self.skip)):
             kept = self.kept[number]
-            if done >= kept.end:
+            near = ((rows <= number) & (number <= rows + self.skip)).nonzero()[0]
+            if done >= kept.end or not len(near):
                 continue
             unit = kept.unit
-            free = (room[:, self.index[unit]] >= self.need[unit]).all(axis=1)
-            lead = np.where(free, values[alive] + instance.hop[kind, leaving, unit], np.inf)
-            place = int(lead.argmin())
-            if not np.isfinite(lead[place]):
+            free = (room[near][:, :, self.index[unit]] >= self.need[unit]).all(axis=2)
+            lead = np.where(free, values[near] + hop[units[near], unit], np.inf)
+            place, slot = divmod(int(lead.argmin()), lead.shape[1])
+            if not lead[place, slot] + self.rest[done] < self.limit:
                 continue
-            came = alive[place : place + 1]
             begin = max(done, kept.start) + 1
             if reach > 0 and begin <= done + reach:
                 ends = slice(begin, done + reach + 1)
-                cost = lead[place] + inner[unit, begin - done : reach + 1] + moved[unit, ends] - moved[unit, done]
-                self._put(ends, number + 1, np.array([-1]), cost[:, None], done, row, came)
+                cost = lead[place, slot] + inner[unit, begin - done : reach + 1] + moved[unit, ends] - moved[unit, done]
+                row = near[place : place + 1]
+                target = np.array([number + 1], dtype=np.intp)
+                self._put(ends, target, slice(-1, None), cost[None, None], done, rows[row], np.array([[slot]]))
             if len(self.kept) - number - 1 <= self.skip and left <= self.width:
-                total = lead[place] + instance.cost.last[unit, left] + moved[unit, -1] - moved[unit, done]
-                total = float(total + instance.back[unit, first[came[0]]])
-                if np.isfinite(total):
-                    finals.append((total, done, row, int(came[0]), unit))
+                total = lead + instance.cost.last[unit, left] + moved[unit, -1] - moved[unit, done]
+                total = total + instance.back[unit, first[near]]
+                for place, slot in enumerate(map(int, total.argmin(axis=1))):
+                    if np.isfinite(total[place, slot]):
+                        finals.append((float(total[place, slot]), done, int(rows[near[place]]), slot, unit))
 
-    def _inherit(self, done: int, row: int, units: NDArray[np.intp]) -> None:
+    def _inherit(self, done: int, rows: NDArray[np.intp], units: NDArray[np.intp]) -> tuple[Ints, Ints]:
         """What the beginnings have used, and with which unit they began, from where they came."""
-        came = self.slot[done, row]
-        origin = self.start[done, row], self.row[done, row], np.maximum(came, 0)
-        self.used[done, row] = self.rows[units] + np.where((came >= 0)[:, None], self.used[origin], 0)
-        self.first[done, row] = np.where(came >= 0, self.first[origin], units)
+        came = self.slot[rows, :, done]
+        goes_on = came >= 0
+        origin = self.row[rows, :, done], np.maximum(came, 0), self.start[rows, :, done]
+        used = self.rows[units] + np.where(goes_on[:, :, None], self.used[origin], 0)
+        first = np.where(goes_on, self.first[origin], units)
+        self.used[rows, :, done] = used
+        self.first[rows, :, done] = first
+        return used, first
 
-    def _put(
-        self, ends: slice, row: int, slots: NDArray[np.intp], cost: Floats, done: int, before: int, came: Ints
-    ) -> None:
-        """Keep what is cheaper than what was there. ``cost[n, slot]``."""
-        there = self.value[ends, row]
-        place, slot = np.nonzero((cost < there[:, slots]) & (cost + self.rest[ends, None] < self.limit))
-        if not len(place):
+    def _put(self, ends: slice, rows: Ints, slots: slice, cost: Floats, done: int, before: Ints, came: Ints) -> None:
+        """Keep what is cheaper than what was there. ``cost[row, slot, n]``, ``before[row]``, ``came[row, slot]``."""
+        there = self.value[rows, slots, ends]
+        row, slot, place = (cost < np.minimum(there, self.limit - self.rest[ends])).nonzero()
+        if not len(row):
             return
-        target = slots[slot]
-        there[place, target] = cost[place, slot]
-        self.start[ends, row][place, target] = done
-        self.row[ends, row][place, target] = before
-        self.slot[ends, row][place, target] = came[slot]
-        self.live[ends, row][place] = True
+        state, layer = rows[row], place + ends.start
+        target = state, slot if slots.start == 0 else slot - 1, layer
+        self.value[target] = cost[row, slot, place]
+        self.start[target] = done
+        self.row[target] = before[row]
+        self.slot[target] = came[row, slot]
+        self.live[layer, state] = True
 
     def _cheapest(self, finals: list[tuple[float, int, int, int, int]], moved: Floats) -> tuple[Step, ...] | None:
         whole = self.instance.cost.whole
@@ -219,8 +225,8 @@ class Survivors:
     def _trace(self, done: int, row: int, slot: int, unit: int) -> tuple[Step, ...]:
         steps = [Step(unit, done, self.layers)]
         while done:
-            unit = int(self._units(row)[slot])
-            start, before, came = (int(table[done, row, slot]) for table in (self.start, self.row, self.slot))
+            unit = int(self.units[row, slot])
+            start, before, came = (int(table[row, slot, done]) for table in (self.start, self.row, self.slot))
             if came < 0:
                 start = 0
             steps.append(Step(unit, start, done))
