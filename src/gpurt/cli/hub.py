@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen",
         metavar="ENDPOINT",
-        help=f"where masters and workers connect (default: {DEFAULT_ENDPOINT}; with --tls all addresses of this "
-        "machine)",
+        help=f"where masters and workers connect (default: {DEFAULT_ENDPOINT}; with --tls every address of this "
+        "machine, or loopback where the hub was made for that)",
     )
     protected.add_arguments(parser, "FOLDER, which is the folder hub that gpurt cluster init made")
     add_log_format(parser)

@@ -191,8 +191,7 @@ async def _measured(
     else:
         pairs = [(a, b) for a in names for b in names if a != b]
     # Whoever asks for this knows the cluster as it is now, so this is no command of a master that was replaced.
-    term = max((node.placement.term for node in snapshot.nodes.values()), default=0)
-    return await survey_links(master.engine, snapshot, pairs, term=term, budget=budget)
+    return await survey_links(master.engine, snapshot, pairs, term=snapshot.term, budget=budget)
 
 
 def _figures(link: PeerLink) -> str:

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hub.add_argument(
         "--listen",
         metavar="ENDPOINT",
-        help=f"where workers connect (default: {DEFAULT_ENDPOINT}; with --tls all addresses of this machine), or "
+        help=f"where workers connect (default: {DEFAULT_ENDPOINT}; with --tls every address of this machine, or "
+        "loopback where the hub was made for that), or "
         "nats://HOST:PORT of a NATS server where all connect",
     )
     hub.add_argument(

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from gpurt.cluster.observer import ClusterObserver
     from gpurt.cluster.publisher import NodePublisher
     from gpurt.cluster.readings import DeviceReadings
+    from gpurt.cluster.records import ClusterSnapshot
     from gpurt.cluster.state import HostInfo, this_host
     from gpurt.cluster.topology import pairs_to_measure, topology_from_view
     from gpurt.cluster.view import MasterView
-    from gpurt.cluster.worker import WorkerConfig, run_worker
+    from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
     from gpurt.cluster.zenoh_engine import ZenohEngine
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Change",
     "ChangeKind",
     "ClusterObserver",
+    "ClusterSnapshot",
     "CommitResult",
     "CommitStatus",
     "DeviceReadings",
@@ -56,6 +58,7 @@ __all__ = [
     "Refusal",
     "ShardLoader",
     "SurveyResult",
+    "Worker",
     "WorkerConfig",
     "ZenohEngine",
     "latest_version",
@@ -84,10 +87,11 @@ _HOMES = {
     "observer": ("ClusterObserver",),
     "publisher": ("NodePublisher",),
     "readings": ("DeviceReadings",),
+    "records": ("ClusterSnapshot",),
     "state": ("HostInfo", "this_host"),
     "topology": ("pairs_to_measure", "topology_from_view"),
     "view": ("MasterView",),
-    "worker": ("WorkerConfig", "run_worker"),
+    "worker": ("Worker", "WorkerConfig", "run_worker"),
     "zenoh_engine": ("ZenohEngine",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -99,6 +99,11 @@ class ClusterSnapshot(BaseModel):
         return {(node.node, key): record for node in self.nodes.values() for key, record in node.devices.items()}
 
     @property
+    def term(self) -> int:
+        """The latest term of a master that one of the nodes has heard of; 0: none has."""
+        return max((node.placement.term for node in self.nodes.values()), default=0)
+
+    @property
     def available_devices(self) -> dict[tuple[str, str], GPUDevice]:
         return {key: record.device for key, record in self.devices.items() if record.available}
 
