@@ -14,7 +14,9 @@ import pytest
 
 from gpurt.cli import observing
 from gpurt.cli.main import main
+from gpurt.cli.place_inputs import read_inventory
 from gpurt.cluster.worker import DEFAULT_ENDPOINT
+from gpurt.errors import GPUError
 from gpurt.placement import (
     Constraints,
     Inventory,
@@ -178,6 +180,27 @@ def test_a_refusal_names_options_and_no_fields(command: Command, options: list[s
     assert code == 1
     assert option in said
     assert not re.search(r"\b(min|max)_\w+", said)
+
+
+# Files at the wrong place
+
+
+def test_files_that_are_taken_for_another_kind_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, cluster = tmp_path / "config.json", tmp_path / "cluster.json"
+    config.write_text(json.dumps({"model_type": "llama"}))
+    cluster.write_text(Inventory(devices=(card("a", 0),)).model_dump_json())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for model, devices, said in (
+        (cluster, cluster, f"is a file of devices and no model (give it as --cluster {cluster})"),
+        (empty, cluster, "has neither a config.json nor safetensors"),
+    ):
+        assert main(["place", str(model), "--cluster", str(devices)]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(GPUError, match=r"is no file of devices: it has none \(docs/placement.md has the format\)"):
+        read_inventory(str(config))
 
 
 # The config.json of safetensors

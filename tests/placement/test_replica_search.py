@@ -120,10 +120,10 @@ def powered(*names: str) -> list[PlacementDevice]:
 
 
 CASES: dict[str, tuple[Callable[[], list[PlacementDevice]], dict[str, object], int, str]] = {
-    "too few devices": (lambda: [device(name, 1200) for name in "ab"], {"replicas": 3}, 2, "there are 2 devices"),
-    "one device": (lambda: [device("a", 1200)], {"replicas": 2}, 1, "there is 1 device with memory of its own"),
+    "too few devices": (lambda: [device(name, 1200) for name in "ab"], {"replicas": 3}, 2, "2 separate devices"),
+    "one device": (lambda: [device("a", 1200)], {"replicas": 2}, 1, "there is 1 separate device to serve them"),
     "too few domains": (
-        lambda: powered("x", "x", "y"), {"replicas": 3, "replica_domain": "power"}, 2, "there are 2 of the domain power"
+        lambda: powered("x", "x", "y"), {"replicas": 3, "replica_domain": "power"}, 2, "2 parts of the devices that"
     ),
     "too little memory": (lambda: [device(name, 500) for name in "abcde"], {"replicas": 3}, 2, "no division of the"),
     "too long a context": (

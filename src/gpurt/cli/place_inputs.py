@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpurt.cli import observing
 from gpurt.errors import GPUError
+from gpurt.placement.config_fields import CONFIG_NAME
 from gpurt.placement.errors import blamed_on
 from gpurt.placement.inputs import check_devices
 from gpurt.placement.inventory import Inventory, inventory_of
@@ -57,8 +58,12 @@ def read_model(
 
             return spec_from_safetensors(place, config=config)
         if place.is_dir():
+            if not (place / CONFIG_NAME).exists():
+                raise GPUError(f"the folder {quoted(path)} has neither a {CONFIG_NAME} nor safetensors")
             return ModelSpec.from_config(place, quantisation=quantisation, dtype=dtype)
         document = _document(place)
+        if "devices" in document or "nodes" in document:
+            raise GPUError(f"{quoted(path)} is a file of devices and no model", hint=f"give it as --cluster {path}")
         if "layers" not in document:
             return ModelSpec.from_config(place, quantisation=quantisation, dtype=dtype)
         if quantisation or dtype:
@@ -80,6 +85,8 @@ def read_inventory(path: str) -> Inventory:
         document = _document(Path(path))
     except OSError as exc:
         raise _unreadable(path, exc) from exc
+    if not {"nodes", "devices"} & set(document):
+        raise GPUError(f"{quoted(path)} is no file of devices: it has none", hint="docs/placement.md has the format")
     if "nodes" not in document:
         with blamed_on(path):
             inventory = Inventory.model_validate(document)

@@ -71,12 +71,13 @@ class _Refusal:
         asked = counted(self.count, "replica")
         domain = self.problem.constraints.replica_domain
         if len(self.blocks) < self.count:
-            be = "is" if len(self.blocks) == 1 else "are"
-            what = counted(len(self.blocks), "device") + " with memory of its own"
-            if domain is not None:
-                what = f"{len(self.blocks):,} of the domain {domain}, each for one of them"
-            return f"{asked} are asked for, and there {be} {what}"
-        return f"no division of the devices gives a plan to each of {asked}, but one to each of {most:,}"
+            if domain is None:
+                parts = counted(len(self.blocks), "separate device")
+            else:
+                parts = counted(len(self.blocks), "part") + f" of the devices that share no {domain}"
+            return f"{asked} are asked for, and there {'is' if len(self.blocks) == 1 else 'are'} {parts} to serve them"
+        have = "1 has one" if most == 1 else f"{most:,} have one"
+        return f"no division of the devices gives a plan to each of {asked}; {have}"
 
     def _fewer(self) -> Iterator[int]:
         yield from range(min(self.count - 1, len(self.blocks)), 1, -1)
