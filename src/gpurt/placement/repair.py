@@ -15,13 +15,14 @@ from typing import Final
 
 import numpy as np
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementTimeout
 from gpurt.placement.grouping import filter_devices
 from gpurt.placement.holdings import Holdings, whole_bytes
 from gpurt.placement.hysteresis import RepairPolicy
-from gpurt.placement.inputs import check_inputs, check_types
+from gpurt.placement.inputs import check_inputs, check_search, check_types
 from gpurt.placement.neighbourhood import neighbourhood, present_constraints
 from gpurt.placement.plan import Plan
 from gpurt.placement.plan_form import check_form
@@ -78,6 +79,7 @@ def repair_placement(
     Raises: InvalidPlacementInput, InvalidPlan (``plan`` contradicts itself), InfeasiblePlacement (nothing is possible,
     and that is certain), PlacementTimeout, PlacementCancelled.
     """
+    check_search(time_budget, 0.0, seed)
     repair = Repair(plan, model, devices, topology, constraints, policy=policy, seed=seed, cancelled=cancelled)
     stays = repair.unchanged()
     if stays is None:
@@ -100,7 +102,15 @@ class Repair:
         seed: int = 0,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        check_types(model, devices, topology or Topology(), constraints or Constraints())
+        check_kind(plan, Plan, "plan")
+        check_types(
+            model,
+            devices,
+            Topology() if topology is None else topology,
+            Constraints() if constraints is None else constraints,
+        )
+        check_kind(policy, RepairPolicy, "policy", optional=True)
+        check_search(DEFAULT_BUDGET, 0.0, seed)
         if plan.model != model.name or plan.layer_count != model.layer_count:
             raise InvalidPlacementInput(
                 f"it is for {plan.model} with {plan.layer_count} layers, not for {model.name} with {model.layer_count}",

@@ -12,11 +12,13 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from gpurt.offload import off_loop
+from gpurt.placement.arguments import all_of_kind, check_kind
 from gpurt.placement.assembly import objective_value
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InfeasiblePlacement, PlacementError, PlacementTimeout
 from gpurt.placement.hysteresis import Hysteresis, RepairPolicy
+from gpurt.placement.inputs import check_search
 from gpurt.placement.plan import Plan
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.repair import Repair
@@ -96,6 +98,12 @@ class Replanner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        check_kind(plan, Plan, "plan")
+        check_kind(model, ModelSpec, "model")
+        check_kind(version, PlanVersion, "version")
+        check_kind(constraints, Constraints, "constraints", optional=True)
+        check_kind(policy, RepairPolicy, "policy", optional=True)
+        check_search(time_budget, 0.0, seed)
         self.model = model
         self.plan = plan
         self.version = version
@@ -117,8 +125,12 @@ class Replanner:
         """What there is now. Returns at once; nothing happens where it is what there was, but for noise.
 
         A changed topology is one that is another object: give the same one as long as its links are the same.
+
+        Raises: InvalidPlacementInput, where these are no devices or no topology.
         """
-        now = _Change(tuple(devices), topology or (self._latest.topology if self._latest else Topology()))
+        found = all_of_kind(devices, PlacementDevice, "devices")
+        check_kind(topology, Topology, "topology", optional=True)
+        now = _Change(found, topology or (self._latest.topology if self._latest else Topology()))
         if self._latest is None or _differs(self._latest, now) or self._breaks(now.devices):
             self._latest = now
             self.thinking = self._worker is None or not self._worker.done()
