@@ -12,7 +12,7 @@ import pytest
 
 from gpurt.cluster.commit_result import CommitStatus
 from gpurt.cluster.committer import PlacementCommitter
-from gpurt.cluster.errors import BusClosed
+from gpurt.cluster.errors import BusClosed, NoAnswer
 from gpurt.cluster.link_survey import survey_links
 from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.peer_links import NodeLinks
@@ -176,3 +176,36 @@ async def test_a_bus_that_is_closed_in_the_midst_leaves_no_task_behind(
     with pytest.raises(BusClosed):
         await survey_links(cluster.engine, picture, [("n1", "n3"), ("n2", "n3")])
     assert ended.is_set()
+
+
+async def test_a_node_that_starts_again_while_its_old_run_answers_is_sent_its_part(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old run's word that it follows the plan is none about the new one."""
+    node = await cluster.node("n1")
+    command, answered, go = cluster.engine.command, asyncio.Event(), asyncio.Event()
+    activations = 0
+
+    async def late(name: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
+        nonlocal activations
+        if json.loads(payload).get("step") != "activate":
+            return await command(name, payload, timeout=timeout)
+        activations += 1
+        if activations == 1:
+            raise NoAnswer("lost on its way")
+        answer = await command(name, payload, timeout=timeout)
+        if activations == 2:
+            answered.set()
+            await go.wait()
+        return answer
+
+    monkeypatch.setattr(cluster.engine, "command", late)
+    assert (await cluster.committer.commit(plan(BOTH[0]), v(1))).unconfirmed
+    await answered.wait()
+    await node.stop()
+    again = await cluster.node("n1")
+    assert again.assignments.assignment("llama") is None
+    await until(lambda: cluster.shard("n1") is None, "the new run, which holds nothing")
+    go.set()
+    await cluster.loaded("n1", v(1))
+    assert [each.version for each in again.loader.calls] == [v(1)]

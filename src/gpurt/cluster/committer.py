@@ -66,6 +66,8 @@ class PlacementCommitter:
         self._engine, self._view, self._answer_s = engine, view, answer_s
         self._decided: dict[str, _Decided] = {}
         self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._overtaken: set[tuple[str, str]] = set()
+        """There was news of the node while it was sent to: what it answers may be of an earlier run of it."""
         self._due: set[str] = set()
         self._some_due = asyncio.Event()
 
@@ -196,13 +198,19 @@ class PlacementCommitter:
 
     def _check(self, group: asyncio.TaskGroup, nodes: Iterable[str]) -> None:
         for node, (instance, decided) in product(nodes, self._decided.items()):
-            if (instance, node) not in self._sending and self._misses(node, instance, decided):
+            if (instance, node) in self._sending:
+                self._overtaken.add((instance, node))
+            elif self._misses(node, instance, decided):
                 task = group.create_task(self._send_until_heard(node, instance), name=f"gpurt-cluster-assign-{node}")
                 self._sending[instance, node] = task
                 task.add_done_callback(partial(self._sent, (instance, node)))
 
     def _sent(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
         del self._sending[key]
+        if key in self._overtaken:
+            self._overtaken.remove(key)
+            self._due.add(key[1])
+            self._some_due.set()
 
     def _misses(self, node: str, instance: str, decided: _Decided) -> bool:
         """The node is there and does not follow the plan that was decided."""
