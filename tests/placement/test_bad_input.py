@@ -387,7 +387,6 @@ def test_a_plan_that_contradicts_itself_is_used_by_nobody(lie: str) -> None:
         (lambda: table(np.full((2, 2), 1e307), np.full((2, 2), 1.0), names=("a", "b")), "latency_seconds"),
         (lambda: LayerSpec(weight_bytes=1, flops_per_token=1e307), "flops_per_token"),
         (lambda: model(head_flops_per_token=1e307), "head_flops_per_token"),
-        (lambda: Constraints(max_link_seconds=5e-324), "max_link_seconds"),
         (lambda: Constraints(movement_seconds_per_byte=1e307), "movement_seconds_per_byte"),
     ],
 )  # fmt: skip

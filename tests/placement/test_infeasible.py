@@ -272,10 +272,14 @@ def test_the_report_is_json_and_the_error_says_it() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert again.report == error.report
     assert "1000.0 MiB are needed and 850.0 MiB usable, 150.0 MiB short" in str(error)
-    assert "100.0 MiB more on every device" in str(error), "the first change that helps"
+    assert str(error).endswith("; to make it possible, add 1 device like b (450.0 MiB usable)"), "the easiest change"
     lines = error.report.explain().splitlines()
     assert lines[0].startswith("No plan for m: ")
-    assert any("200.0 MiB usable (200 MiB)" in line for line in lines)
+    assert lines[-3:] == [
+        "  - add 1 device like b (450.0 MiB usable)",
+        "  - add 1 device with 200.0 MiB usable (200 MiB)",
+        "  - give every device 100.0 MiB more (100 MiB)",
+    ]
 
 
 def shrunk(seed: int, **size: Any) -> Problem:

@@ -27,7 +27,7 @@ Solve = Callable[[Instance, Clock], Found]
 def among_few(problem: Problem, kind: ObjectiveKind, clock: Clock, solve: Solve) -> tuple[Instance, Found] | None:
     """``solve`` looks for a plan on an instance. None: there is none here either."""
     ask = Feasibility(clock.deadline, cancelled=clock.cancelled, search=0)
-    few = ask.devices_that_do(problem)
+    few = None if clock.over() else ask.devices_that_do(problem)
     if few is not None:
         share = Clock(max(0.01, clock.left * 0.5), clock.cancelled)
         instance = build_instance(problem.model, few, problem.topology, problem.constraints)
@@ -46,10 +46,13 @@ def among_few(problem: Problem, kind: ObjectiveKind, clock: Clock, solve: Solve)
     value += 0.0 if kind is ObjectiveKind.LATENCY else path_bottleneck(instance, steps)
     if not np.isfinite(value):
         return None
+    laid = Found(value, steps, bound=0.0, engines=("laying",), proof=None)
+    if clock.over():
+        return instance, laid
     # What was laid is a plan, whatever a search among its devices still finds in the time that is left.
     found = solve(instance, Clock(max(0.01, clock.left), clock.cancelled))
     if found.steps is None or found.value > value:
-        found = replace(found, value=value, steps=steps, engines=("laying",), bound=min(found.bound, value))
+        found = replace(laid, bound=min(found.bound, value))
     return instance, found
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from gpurt.placement.errors import InvalidPlacementInput
-from gpurt.placement.record import LEAST_SECONDS, MOST_COUNT, MOST_SECONDS, PlacementRecord
+from gpurt.placement.record import MOST_COUNT, MOST_SECONDS, PlacementRecord
 
 
 class ObjectiveKind(StrEnum):
@@ -81,7 +81,7 @@ class Constraints(PlacementRecord):
     max_nodes: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     domain_limits: tuple[DomainLimit, ...] = ()
     """Anti-affinity."""
-    max_link_seconds: float | None = Field(default=None, ge=LEAST_SECONDS)
+    max_link_seconds: float | None = Field(default=None, gt=0)
     """No hand-over between stages takes longer than this: latency + bytes / bandwidth."""
     tensor_parallel_max: int | None = Field(default=None, ge=1, le=MOST_COUNT)
     """1: no tensor parallelism."""

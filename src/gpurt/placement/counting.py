@@ -174,32 +174,52 @@ class _Counter:
     def _value(self, cells: list[Cells], *, loose: bool = False) -> tuple[int, int]:
         """Layers on several stages: what greedy choice gives, and what no choice exceeds. ``loose``: rules that name
         devices are left out."""
-        rules, field = self.rules, self.field
-        high = None
-        if rules.nodes is not None:
-            keep, value = best_nodes(cells, field, rules.nodes, set() if loose else self._forced_nodes())
-            high = value
-            cells = [
-                Cells(found.table[inside], found.members[inside])
-                for found in cells
-                if (inside := np.isin(field.node[found.members[:, 0]], list(keep))).any()
-            ]
-            if not cells:
-                return NEVER, NEVER
-            if rules.limited:
-                # Inside the nodes with most room the limits may leave less than elsewhere.
-                low, _ = self._limited(cells, loose=loose)
-                return low, value
-        if not rules.limited:
-            best = np.concatenate([found.best for found in cells])
-            value = best_pair(best)
-            low = value
-            taken = [found.table[:, :, INNER].argmax(axis=1) for found in cells]
-            if rules.min_stages > 1 or rules.min_nodes > 1 or (rules.ruled and not loose):
-                low = self._checked(cells, taken, value)
-            self._hold(low, cells, taken)
-            return low, value if high is None else min(value, high)
-        return self._limited(cells, loose=loose)
+        rules = self.rules
+        if rules.nodes is None:
+            return self._anywhere(cells, loose=loose)
+        forced = set[int]() if loose else self._forced_nodes()
+        keep, high = best_nodes(cells, self.field, rules.nodes, forced)
+        # Inside the nodes with most room the limits may leave less than elsewhere.
+        low, _ = self._anywhere(self._inside(cells, keep), loose=loose)
+        if low < self.layers.count and rules.min_stages > 1:
+            low = max(low, self._anywhere(self._inside(cells, self._divided(cells, forced)), loose=loose)[0])
+        return low, high
+
+    def _inside(self, cells: list[Cells], nodes: set[int]) -> list[Cells]:
+        return [
+            Cells(found.table[inside], found.members[inside])
+            for found in cells
+            if (inside := np.isin(self.field.node[found.members[:, 0]], list(nodes))).any()
+        ]
+
+    def _divided(self, cells: list[Cells], forced: set[int]) -> set[int]:
+        """The nodes that make most stages, behind those that best hold the embedding and the head; those that hold
+        most layers first among equals."""
+        best = np.concatenate([found.best for found in cells])
+        node = np.concatenate([self.field.node[found.members[:, 0]] for found in cells])
+        number = np.concatenate([(found.table[:, 1:, INNER] > 0).sum(axis=1) for found in cells])
+        stages = np.bincount(node, weights=number)
+        room = np.bincount(node, weights=np.maximum(best[:, INNER], 0))
+        one = int(best[:, FIRST].argmax())
+        other = int(np.where(np.arange(len(best)) == one, NEVER, best[:, LAST]).argmax())
+        wanted = forced | {int(node[one]), int(node[other])}
+        order = sorted(set(integers(node)), key=lambda name: (name not in wanted, -stages[name], -room[name], name))
+        return set(order[: self.rules.nodes])
+
+    def _anywhere(self, cells: list[Cells], *, loose: bool) -> tuple[int, int]:
+        """As ``_value``, on any number of nodes."""
+        rules = self.rules
+        if not cells:
+            return NEVER, NEVER
+        if rules.limited:
+            return self._limited(cells, loose=loose)
+        best = np.concatenate([found.best for found in cells])
+        value = low = best_pair(best)
+        taken = [found.table[:, :, INNER].argmax(axis=1) for found in cells]
+        if rules.min_stages > 1 or rules.min_nodes > 1 or (rules.ruled and not loose):
+            low = self._checked(cells, taken, value)
+        self._hold(low, cells, taken)
+        return low, value
 
     def _forced_nodes(self) -> set[int]:
         return self.rules.required_nodes | set(integers(self.field.node[self.rules.required]))
@@ -211,14 +231,24 @@ class _Counter:
         used = [found.members[number > 0] for found, number in zip(cells, taken, strict=True)]
         devices = {int(index) for members in used for index in members.ravel()}
         nodes = {int(field.node[index]) for index in devices}
-        forced = len(set(integers(rules.required)) | rules.required_nodes)
-        least = sum(int(rules.least[index]) for index in devices if index in set(integers(rules.alone)))
+        required = set(integers(rules.required))
+        with_required = set(integers(field.node[rules.required]))
+        # The fewest layers of as few of these stages as keep the rules: more can follow, one layer each, until there
+        # are enough. What holds the embedding and the head may be two further ones.
+        elsewhere = rules.required_nodes - with_required
+        least = sum(int(rules.least[index]) for index in devices & set(integers(rules.alone))) + len(elsewhere)
+        ends = 2 if any(self.layers.ends) else 0
+        least += max(
+            rules.min_stages - len(required) - len(elsewhere),
+            rules.min_nodes - len(with_required | elsewhere) + ends,
+            ends,
+        )
         good = (
             stages >= rules.min_stages
             and len(nodes) >= rules.min_nodes
-            and set(integers(rules.required)) <= devices
+            and required <= devices
             and rules.required_nodes <= nodes
-            and max(rules.min_stages, rules.min_nodes) + forced + least <= self.layers.count
+            and least <= self.layers.count
         )
         return value if good else NEVER
 

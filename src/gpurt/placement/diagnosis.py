@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import chain
 from time import monotonic
 from typing import Any, Final
@@ -15,6 +16,7 @@ from gpurt.placement.errors import InfeasiblePlacement
 from gpurt.placement.feasibility import Feasibility, Problem
 from gpurt.placement.field import integers
 from gpurt.placement.infeasibility import (
+    MOST_OF_A_KIND,
     ConstraintKind,
     DeviceRoom,
     InfeasibilityReport,
@@ -23,10 +25,11 @@ from gpurt.placement.infeasibility import (
 )
 from gpurt.placement.instance import Ints
 from gpurt.placement.left_out import filtered_devices
+from gpurt.placement.refusal_words import refusal_sentence
+from gpurt.placement.room_figures import largest_groups, room_figures
 from gpurt.placement.room_relaxations import RoomRelaxations
 from gpurt.placement.rule_relaxations import RuleRelaxations
 from gpurt.placement.topology import Topology
-from gpurt.placement.words import counted, size_words
 
 Kind = ConstraintKind
 
@@ -60,6 +63,14 @@ _GIVEN_UP: Final = {
     RelaxationKind.CONNECT: Kind.LINKS,
     RelaxationKind.MAX_LINK_SECONDS: Kind.MAX_LINK_SECONDS,
 }
+_EASE: Final = (
+    {RelaxationKind.QUANTISATION},
+    {RelaxationKind.CONTEXT_TOKENS, RelaxationKind.BATCH, RelaxationKind.PREFILL_TOKENS},
+    {RelaxationKind.CONNECT, RelaxationKind.ADD_DEVICES, RelaxationKind.ADD_DEVICE_OF_SIZE},
+    {RelaxationKind.BYTES_PER_DEVICE},
+    {RelaxationKind.ADD_DEVICES},
+)
+"""What is harder than to relax a rule, the easiest first; devices are in the last where one is not enough."""
 _COUNTED: Final = frozenset(
     {
         Kind.DEVICES, Kind.LAYER, Kind.MEMORY, Kind.LAYERS, Kind.ENDS, Kind.TENSOR_PARALLEL_MAX, Kind.STAGE_LAYERS,
@@ -104,7 +115,7 @@ def _feasibility(seconds: float, cancelled: Callable[[], bool]) -> Feasibility:
 
 
 def _error(report: InfeasibilityReport) -> InfeasiblePlacement:
-    first = f"; possible with {report.relaxations[0].change}" if report.relaxations else ""
+    first = f"; to make it possible, {report.relaxations[0].change}" if report.relaxations else ""
     return InfeasiblePlacement(report.message + first, constraint=report.constraint.value, report=report)
 
 
@@ -118,17 +129,21 @@ class _Diagnosis:
 
     def report(self) -> InfeasibilityReport:
         problem, layers, field = self.problem, self.layers, self.field
-        kind = self._cause()
-        filtered = filtered_devices(problem, self.feasibility, links=self.search or kind not in _COUNTED)
+        kind, upto = self._cause()
+        # Rules that contradict each other are told at once: what counting leaves open beside them is not searched.
+        clash = self.feasibility.clash(problem)
+        search = self.search or (kind not in _COUNTED and clash is None)
+        filtered = filtered_devices(problem, self.feasibility, links=search)
         gone = {device.device for device in filtered}
         taking = [index for index in integers(self.kept) if problem.devices[index].id not in gone]
         room = field.raw[np.array(taking, dtype=np.intp)].clip(0)
         held = layers.fit(room)
         stranded = room - layers.need(1)[held]
         usable, need = int(room.sum()), layers.total
-        # Under the rules of number, every link taken as there.
-        placeable = self.feasibility.bound(problem).high if len(self.kept) else 0
-        relaxations, complete = self._relaxations(kind)
+        # Every link taken as there.
+        figures = room_figures(field, layers, self.feasibility.rules(problem), self.kept)
+        helps = clash is None or not clash.lasting
+        relaxations, complete = self._relaxations(kind, upto, search=search, room_helps=helps)
         largest = int((layers.weights + layers.kv + layers.workspace).max())
         conflicts = tuple(dict.fromkeys(_GIVEN_UP[each.kind] for each in relaxations if each.kind in _GIVEN_UP))
         report = InfeasibilityReport(
@@ -140,8 +155,9 @@ class _Diagnosis:
             usable_bytes=usable,
             short_bytes=max(0, need - usable),
             layers=layers.count,
-            placeable_layers=placeable,
-            short_layers=layers.count - placeable,
+            placeable_layers=figures.layers,
+            unplaced=figures.unplaced,
+            short_layers=layers.count - figures.layers,
             stranded_bytes=int(stranded.sum()),
             largest_layer_bytes=largest,
             largest_device_bytes=int(field.raw[self.kept].clip(0).max()) if len(self.kept) else 0,
@@ -157,24 +173,27 @@ class _Diagnosis:
             relaxations=relaxations,
             complete=complete,
         )
-        return report.model_copy(update={"message": _message(report, problem.constraints)})
+        sentence = (
+            clash.text if clash is not None and kind in clash.kinds else refusal_sentence(report, problem.constraints)
+        )
+        return report.model_copy(update={"message": sentence})
 
-    def _cause(self) -> ConstraintKind:
-        """The first that cannot be kept together with all before it."""
+    def _cause(self) -> tuple[ConstraintKind, ConstraintKind]:
+        """The first that cannot be kept together with all before it, and the one with which that is certain."""
         if not len(self.kept):
-            return Kind.DEVICES
+            return Kind.DEVICES, Kind.DEVICES
         found = self._of_bytes()
         if found is not None:
-            return found
+            return found, found
         last = Kind.CAPABILITY
         doubtful: ConstraintKind | None = None
         for kind, problem in self._growing():
             answer = self.feasibility.ask(problem, search=self.search)
             if answer is False:
-                return doubtful or kind
+                return doubtful or kind, kind
             doubtful = (doubtful or kind) if answer is None else None
             last = kind
-        return doubtful or last
+        return doubtful or last, last
 
     def _of_bytes(self) -> ConstraintKind | None:
         layers, field, kept = self.layers, self.field, self.kept
@@ -200,20 +219,12 @@ class _Diagnosis:
             total -= sum(sizes) - max(sizes, default=0)
         return total
 
-    def _largest_layer_fits(self, sizes: Sequence[int]) -> bool:
-        layers, field, kept = self.layers, self.field, self.kept
-        order = kept[np.lexsort((-field.raw[kept], field.cell[kept]))]
-        cell = field.cell[order]
-        for size in sizes:
-            need = int((-(-layers.weights // size) + -(-layers.kv // size) + layers.workspace).max())
-            if size == 1:
-                fits = bool((field.raw[kept] >= need).any())
-            else:
-                last = order[size - 1 :][cell[size - 1 :] == cell[: len(cell) - size + 1]]
-                fits = bool((field.raw[last] >= need).any())
-            if fits:
-                return True
-        return False
+    def _largest_layer_fits(self, sizes: tuple[int, ...]) -> bool:
+        layers = self.layers
+        return any(
+            room >= int((-(-layers.weights // size) + -(-layers.kv // size) + layers.workspace).max())
+            for size, room in largest_groups(self.field, self.kept, sizes).items()
+        )
 
     def _with(self, rules: Constraints, topology: Topology | None = None) -> Problem:
         """With these rules, the exclusions of the problem, and links between all unless a topology is given."""
@@ -237,61 +248,34 @@ class _Diagnosis:
             topology = self.problem.topology if kind is Kind.MAX_LINK_SECONDS else None
             yield kind, self._with(plain.model_copy(update=update), topology)
 
-    def _relaxations(self, kind: ConstraintKind) -> tuple[tuple[Relaxation, ...], bool]:
-        search = self.search or kind not in _COUNTED
+    def _relaxations(
+        self, kind: ConstraintKind, upto: ConstraintKind, *, search: bool, room_helps: bool
+    ) -> tuple[tuple[Relaxation, ...], bool]:
         # What comes after the cause cannot help: already without it there is no plan.
-        upto = frozenset(list(Kind)[: list(Kind).index(kind) + 1])
-        rules = RuleRelaxations(self.problem, self.feasibility, search=search, kinds=upto)
+        kinds = frozenset(list(Kind)[: list(Kind).index(upto) + 1])
+        rules = RuleRelaxations(self.problem, self.feasibility, search=search, kinds=kinds)
         room = RoomRelaxations(self.problem, self.feasibility, search=search)
         found: list[Relaxation] = []
+        times: Counter[RelaxationKind] = Counter()
         complete = True
-        for find in chain(rules.all(), room.all()):
+        for made, find in chain(rules.all(), room.all() if room_helps else (), rules.others()):
+            if times[made] >= MOST_OF_A_KIND:
+                continue
             if self.feasibility.over():
                 complete = False
                 break
             relaxation = find()
             if relaxation is not None:
                 found.append(relaxation)
+                times[made] += 1
                 if self.prompt and not search:
                     self.feasibility.hurry(_PROMPT)
-        # What gives up the cause itself comes first.
-        found.sort(key=lambda each: _GIVEN_UP.get(each.kind) is not kind)
+        found.sort(key=lambda each: (_ease(each), _GIVEN_UP.get(each.kind) is not kind))
         return tuple(found), complete
 
 
-def _message(report: InfeasibilityReport, rules: Constraints) -> str:
-    kind = report.constraint
-    short = f"{report.placeable_layers:,} of {counted(report.layers, 'layer')} find room"
-    stranded = f", since whole layers leave {size_words(report.stranded_bytes)} unused"
-    if kind is Kind.DEVICES:
-        return f"none of {counted(len(report.filtered), 'device')} can take part"
-    if kind is Kind.LAYER:
-        return (
-            f"the largest layer takes {size_words(report.largest_layer_bytes)} and the largest device has "
-            f"{size_words(report.largest_device_bytes)}"
-        )
-    if kind is Kind.MEMORY:
-        return (
-            f"{size_words(report.need_bytes)} are needed and {size_words(report.usable_bytes)} usable, "
-            f"{size_words(report.short_bytes)} short; {report.room()}{stranded}"
-        )
-    if kind is Kind.LAYERS:
-        return f"{report.room()}{stranded}"
-    if kind is Kind.ENDS:
-        return f"{short} beside the embedding and the head"
-    if kind is Kind.CAPABILITY:
-        return "some layers find no room on the devices that can compute them"
-    if kind is Kind.LINKS:
-        return "the devices that reach each other do not hold it"
-    value = getattr(rules, kind.value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (
-            f"with {kind.value} {value:g} only {short}"
-            if report.short_layers
-            else f"{kind.value} {value:g} cannot be kept"
-        )
-    if kind is Kind.DOMAIN_LIMITS:
-        limits = ", ".join(f"{counted(limit.stages, 'stage')} per {limit.domain}" for limit in rules.domain_limits)
-        return f"with at most {limits} only {short}"
-    others = f"{kind.value.replace('_', ' ')} cannot be kept together with the other constraints"
-    return f"{others}; {short}" if report.short_layers else others
+def _ease(change: Relaxation) -> int:
+    """Rank among the changes: what is a word comes before what has to be bought."""
+    if change.kind is RelaxationKind.ADD_DEVICES and change.amount != 1:
+        return len(_EASE)
+    return next((rank for rank, kinds in enumerate(_EASE, 1) if change.kind in kinds), 0)

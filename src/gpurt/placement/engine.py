@@ -26,6 +26,8 @@ from gpurt.placement.visits import GROUP_STATES, remembering
 _WIDTHS: Final = (100, 1000, 8000)
 _HURRIED: Final = 0.08
 """Seconds in which there is time for one relaxation, and none to look for its prices."""
+_LAYER_SECONDS: Final = 3e-4
+"""Of a relaxation of few units; where there is less time, a plan is enough."""
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
 _FEW_UNITS: Final = 40
@@ -59,6 +61,10 @@ class Engine(Incumbent):
         exact = instance.movable and len(instance.hop) == 1 and highs_available()
         if exact and instance.size > _MANY_UNITS and self._linear():
             return
+        if clock.left < _HURRIED:
+            self._pack(LocalSearch(instance, self.seed, clock.over))
+            if self.steps is not None and clock.left < _LAYER_SECONDS * instance.layers:
+                return
         if self.relaxation is None:
             paths = PathRelaxation(instance)
             prices = no_prices(instance)
@@ -73,10 +79,7 @@ class Engine(Incumbent):
         search = LocalSearch(self.instance, self.seed, clock.slice(clock.left * 0.2))
         self._descend(search, rounds=0)
         if self.steps is None or (held < _SCARCE * instance.layers and self.gap() > 0.02):
-            order = packed(self.instance, search.filling) if self.instance.movable else None
-            if order is not None:
-                units, _ = search.run(order, search.value(order), rounds=0)
-                self.offer(search.filling.steps(units), "packing")
+            self._pack(search)
         if self.steps is None and any_plan(self.instance, clock.slice(clock.left * 0.2)) is False:
             self.raise_bound(np.inf, "every order")
             return
@@ -117,6 +120,12 @@ class Engine(Incumbent):
         search = LocalSearch(self.instance, self.seed + 1, clock.over)
         self._descend(search, rounds=400)
 
+    def _pack(self, search: LocalSearch) -> None:
+        order = packed(self.instance, search.filling, self.clock.over) if self.instance.movable else None
+        if order is not None:
+            units, _ = search.run(order, search.value(order), rounds=0)
+            self.offer(search.filling.steps(units), "packing")
+
     def _held(self) -> float:
         """Layers that the devices hold at most; infinite where nobody knows."""
         if not self.instance.size:
@@ -148,7 +157,7 @@ class Engine(Incumbent):
         if np.isfinite(whole).any():
             self.offer((Step(int(whole.argmin()), 0, instance.layers),), "beam")
         search = LocalSearch(instance, self.seed, clock.slice(clock.left * 0.05))
-        order = rounded(instance, search.filling, start.use)
+        order = rounded(instance, search.filling, start.use, clock.over)
         if order is not None:
             units, _ = search.run(order, search.value(order), rounds=0)
             self.offer(search.filling.steps(units), "rounding")
@@ -280,7 +289,7 @@ class Engine(Incumbent):
             return self.value
 
         def on_use(use: Floats) -> float:
-            order = rounded(instance, filling, use)
+            order = rounded(instance, filling, use, self.clock.over)
             return self.value if order is None else on_order(order)
 
         result = solve_highs(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpurt.placement.building import build_instance
+from gpurt.placement.clashes import Clash, first_clash
 from gpurt.placement.clock import Clock
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.counting import Bound, count_layers
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.engine import Engine
-from gpurt.placement.every_order import any_plan
 from gpurt.placement.field import Field, integers
 from gpurt.placement.grouping import filter_devices
 from gpurt.placement.holding import Holding, bytes_suffice, room_for_every_kind
@@ -23,13 +21,10 @@ from gpurt.placement.instance import Ints
 from gpurt.placement.layer_bytes import LayerBytes
 from gpurt.placement.laying import Layer
 from gpurt.placement.number_rules import Rules
+from gpurt.placement.plan_search import FEW, search_plan, with_bytes
 from gpurt.placement.reaching import Together, always_connected, together
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import LinkMatrix, Topology
-
-_FEW: Final = 64
-"""Devices up to which all of them are searched; of more, the most promising ones."""
-_SEARCHED: Final = 40
 
 
 class Problem(NamedTuple):
@@ -107,6 +102,11 @@ class Feasibility:
     def rules(self, problem: Problem) -> Rules:
         return Rules(problem.model, problem.constraints, self.field(problem.devices))
 
+    def clash(self, problem: Problem) -> Clash | None:
+        """Rules that contradict each other, whatever the devices hold."""
+        field, kept = self.field(problem.devices), self.kept(problem)
+        return first_clash(problem.constraints, field, self.rules(problem), kept, problem.model.layer_count)
+
     def kept(self, problem: Problem) -> NDArray[np.intp]:
         """Devices that some layer may be on, memory left out of account."""
         model, devices, rules = problem.model, problem.devices, problem.constraints
@@ -177,6 +177,8 @@ class Feasibility:
     def _counted(self, problem: Problem, more_bytes: int | Ints, *, lay: bool = True) -> tuple[bool | None, bool]:
         """The verdict of counting, and whether a search may know more."""
         field, layers, rules = self.field(problem.devices), self.layers(problem), self.rules(problem)
+        if self.clash(problem) is not None:
+            return False, False
         budgets = field.raw + more_bytes
         rule = problem.constraints
         free = rule.max_link_seconds is None and not rule.same_backend and self._always_connected(problem.topology)
@@ -240,7 +242,7 @@ class Feasibility:
                 continue
             unknown = True
             # Where nothing but numbers matters, counting knows already what can be laid out.
-            known = here and layers.uniform and part.direct and len(chosen) > _FEW
+            known = here and layers.uniform and part.direct and len(chosen) > FEW
             if lay and not known and Layer(field, layers, rules, holding, chosen, budgets, part).laid():
                 return True
         return None if unknown else False
@@ -257,53 +259,12 @@ class Feasibility:
     def _searched(self, problem: Problem, more_bytes: int | Ints) -> bool | None:
         model, devices, topology, rules = problem
         field = self.field(devices)
-        budgets = field.raw + more_bytes
-        complete = True
-        for part in self.parts(problem):
-            for chosen in self._by_backend(problem, field, part.members):
-                index = chosen
-                if len(chosen) > _FEW:
-                    complete, index = False, self._promising(problem, chosen, budgets)
-                more = np.broadcast_to(np.asarray(more_bytes, dtype=np.int64), len(devices))
-                picked = [with_bytes(devices[place], int(more[place])) for place in integers(index)]
-                if not picked or not self._names_there(rules, picked):
-                    continue
-                instance = build_instance(model, picked, topology.within(picked), rules)
-                clock = Clock(max(0.01, min(self.search, self.deadline - monotonic())), self.cancelled)
-                tried = any_plan(instance, clock.over)
-                if tried:
-                    return True
-                if tried is False:
-                    complete &= instance.complete
-                    continue
-                found = Engine(instance, clock, seed=0, target_gap=np.inf).run()
-                if found.steps is not None:
-                    return True
-                complete &= bool(np.isinf(found.bound)) and instance.complete
-                if self.over():
-                    return None
-        return False if complete else None
+        sets = (chosen for part in self.parts(problem) for chosen in self._by_backend(problem, field, part.members))
 
-    @staticmethod
-    def _names_there(rules: Constraints, picked: Sequence[PlacementDevice]) -> bool:
-        names, nodes = {device.id for device in picked}, {device.node for device in picked}
-        return rules.require_devices <= names and rules.require_nodes <= nodes
+        def clock() -> Clock:
+            return Clock(max(0.01, min(self.search, self.deadline - monotonic())), self.over)
 
-    def _promising(self, problem: Problem, chosen: NDArray[np.intp], budgets: Ints) -> NDArray[np.intp]:
-        """The devices that rules name and the largest others."""
-        rules, field = problem.constraints, self.field(problem.devices)
-        names = rules.require_devices | {entry.device for entry in rules.stage_layers}
-        nodes = set(rules.require_nodes)
-        for pin in rules.pins:
-            names |= pin.devices
-            nodes |= pin.nodes
-        named = np.array([device.id in names or device.node in nodes for device in field.devices])[chosen]
-        order = np.lexsort((chosen, -budgets[chosen], ~named))
-        return np.sort(chosen[order[: max(_SEARCHED, int(named.sum()))]])
-
-
-def with_bytes(device: PlacementDevice, more: int) -> PlacementDevice:
-    return device.model_copy(update={"usable_bytes": device.usable_bytes + more}) if more else device
+        return search_plan(model, topology, rules, field, sets, more_bytes, clock)
 
 
 def with_devices(devices: Sequence[PlacementDevice], like: PlacementDevice, count: int) -> tuple[PlacementDevice, ...]:
@@ -317,3 +278,6 @@ def with_devices(devices: Sequence[PlacementDevice], like: PlacementDevice, coun
         if name not in taken:
             new.append(like.model_copy(update={"id": name, "node": name, "memory_pool_id": None, "resident": ()}))
     return (*devices, *new)
+
+
+__all__ = ["Feasibility", "Problem", "with_bytes", "with_devices"]

@@ -12,6 +12,8 @@ from gpurt.placement.record import PlacementRecord
 from gpurt.placement.words import counted, listed, size_words
 
 MIB = 1 << 20
+MOST_OF_A_KIND = 16
+"""Changes of one kind, each of which is enough, that a report has at most: rules to drop, devices to include."""
 
 
 class ConstraintKind(StrEnum):
@@ -128,7 +130,7 @@ class Relaxation(PlacementRecord):
 
     kind: RelaxationKind
     change: str
-    """For people."""
+    """For people: what to do, as ``drop the pin of layer 3 to a``."""
     amount: float | int | None = None
     """The new value, or what is added."""
     before: float | int | None = None
@@ -164,7 +166,10 @@ class InfeasibilityReport(PlacementRecord):
     layers: int = Field(ge=1)
     placeable_layers: int = Field(ge=0)
     """Most layers that the devices hold under the constraints that say how many stages, nodes and layers there may
-    be."""
+    be: with the embedding and the head, unless ``unplaced`` says that these fit nowhere."""
+    unplaced: tuple[str, ...] = ()
+    """``embedding``, ``head``: what fits on no device beside one layer; ``embedding and head``: these do not both fit.
+    Empty where they do, or where not even a layer fits."""
     short_layers: int = Field(ge=0)
     stranded_bytes: int = Field(ge=0)
     """Left over on all devices since they hold whole layers."""
@@ -174,34 +179,40 @@ class InfeasibilityReport(PlacementRecord):
     filtered: tuple[FilteredDevice, ...]
     devices: tuple[DeviceRoom, ...]
     relaxations: tuple[Relaxation, ...]
-    """Each alone is enough. Those of constraints come first where one of them is the cause."""
+    """Each alone is enough. The easiest come first: rules of one's own, the cause before others; number formats;
+    context, batch and prefill; one more device, or links; bytes on every device; several more devices. Of each kind at
+    most ``MOST_OF_A_KIND``."""
     complete: bool
     """Every kind of relaxation was tried to the end; else time was short."""
 
     def room(self) -> str:
         """How many layers find room: by what each device has alone, and where that is fewer, with all the rest."""
+        left = f", and whole layers leave {size_words(self.stranded_bytes)} unused" if self.stranded_bytes else ""
+        if self.unplaced == ("embedding and head",):
+            return f"{finding_room(self.placeable_layers, self.layers)}, but not with both the embedding and the head"
+        if self.unplaced:
+            ends = " or ".join(f"the {name}" for name in self.unplaced)
+            return f"{finding_room(self.placeable_layers, self.layers)}, but no device holds {ends} beside a layer"
         alone = min(self.layers, sum(device.layers for device in self.devices))
-        all_layers = counted(self.layers, "layer")
         if alone <= self.placeable_layers:
-            return f"{self.placeable_layers:,} of {all_layers} find room"
+            return finding_room(self.placeable_layers, self.layers) + left
         return (
-            f"{alone:,} of {all_layers} fit on the devices, each by itself, and {self.placeable_layers:,} with the "
-            "embedding, the head and the number of stages allowed"
+            f"{finding_room(alone, self.layers)} on the devices, each by itself, but only {self.placeable_layers:,} "
+            "with the embedding, the head and the number of stages allowed"
         )
 
     def explain(self) -> str:
         """Lines for people: what cannot be kept, how much is missing, who takes no part and what would help."""
         lines = [f"No plan for {self.model}: {self.message}."]
         if self.devices:
-            lines.append(
-                f"{size_words(self.need_bytes)} are needed and {size_words(self.usable_bytes)} usable on "
-                f"{counted(len(self.devices), 'device')}"
-                + (f": {size_words(self.short_bytes)} short." if self.short_bytes else ".")
-            )
-            lines.append(f"{self.room()}; whole layers leave {size_words(self.stranded_bytes)} unused.")
+            told = f"{size_words(self.need_bytes)} are needed and {size_words(self.usable_bytes)} usable"
+            if told not in self.message:
+                lines.append(f"{told} on {counted(len(self.devices), 'device')}.")
+            if (room := self.room()) not in self.message:
+                lines.append(f"{room}.")
         others = [kind.value for kind in self.conflicts if kind is not self.constraint]
         if others:
-            lines.append(f"Giving up one of these alone would do, too: {listed(others)}.")
+            lines.append(f"To give up one of these instead would do, too: {listed(others)}.")
         for reason, times in sorted(Counter(device.reason for device in self.filtered).items()):
             mine = [device for device in self.filtered if device.reason is reason]
             size = size_words(sum(device.usable_bytes for device in mine))
@@ -212,7 +223,7 @@ class InfeasibilityReport(PlacementRecord):
         if self.relaxations:
             lines.append("Any one of these changes makes it possible:")
             lines += [
-                f"  {change.change}" + ("" if change.minimal else " (less may do)") for change in self.relaxations
+                f"  - {change.change}" + ("" if change.minimal else " (less may do)") for change in self.relaxations
             ]
         else:
             lines.append("No single change that was tried makes it possible.")
@@ -221,7 +232,13 @@ class InfeasibilityReport(PlacementRecord):
         return "\n".join(lines)
 
 
+def finding_room(found: int, layers: int) -> str:
+    """``8 of 10 layers find room``."""
+    return f"{found:,} of {counted(layers, 'layer')} {'finds' if found == 1 or layers == 1 else 'find'} room"
+
+
 __all__ = [
+    "MOST_OF_A_KIND",
     "ConstraintKind",
     "DeviceRoom",
     "FilterReason",
@@ -229,4 +246,5 @@ __all__ = [
     "InfeasibilityReport",
     "Relaxation",
     "RelaxationKind",
+    "finding_room",
 ]

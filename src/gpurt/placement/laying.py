@@ -128,15 +128,17 @@ class Layer:
             finishing = allowed & (self._fit(units, done, head) >= count - done) & (least <= count - done)
             if used:
                 finishing &= self._reaching(self.part.back, units, units.members[used[0]])
-            complete = [*used, int(np.argmax(finishing))]
-            if finishing.any() and self._finished(units, complete):
-                return [(units.members[unit], end) for unit, end in zip(complete, [*ends, count], strict=True)]
-            # A layer is left for the last stage, which has to hold the head.
-            fit = np.minimum(fit, count - done - 1)
+            fresh = self._fresh(units, used)
+            if finishing.any():
+                complete = [*used, self._pick(units, np.flatnonzero(finishing), fit, fresh, order)]
+                if self._finished(units, complete):
+                    return [(units.members[unit], end) for unit, end in zip(complete, [*ends, count], strict=True)]
+            # A layer is left for each stage that there has to be, at least for the last one, which holds the head.
+            fit = np.minimum(fit, count - done - max(1, self._missing(units, used) - 1))
             allowed &= (fit >= least) & (fit > 0)
             if not allowed.any():
                 return None
-            unit = self._pick(units, np.flatnonzero(allowed), fit, order)
+            unit = self._pick(units, np.flatnonzero(allowed), fit, fresh, order)
             used.append(unit)
             free[unit] = False
             done += int(fit[unit])
@@ -157,12 +159,27 @@ class Layer:
         each = ways[:, self.position[receiver]][self.position[units.members]]
         return np.logical_and.reduce(np.logical_or.reduce(each, axis=1), axis=1)
 
-    def _pick(self, units: _Units, among: NDArray[np.intp], fit: Ints, order: Order) -> int:
+    def _missing(self, units: _Units, used: list[int]) -> int:
+        """Stages that the rules ask for besides those that are there."""
+        rules = self.rules
+        taken = units.members[used]
+        nodes = len(np.unique(self.field.node[taken[:, 0]])) if used else 0
+        required = len(rules.required) - int(np.isin(rules.required, taken).sum())
+        return max(rules.min_stages - len(used), rules.min_nodes - nodes, required)
+
+    def _fresh(self, units: _Units, used: list[int]) -> Bools:
+        """Units on further nodes, while more of them are asked for."""
+        nodes = np.unique(self.field.node[units.members[used, 0]])
+        if len(nodes) >= self.rules.min_nodes:
+            return np.zeros(len(units.members), dtype=np.bool_)
+        return ~np.isin(self.field.node[units.members[:, 0]], nodes)
+
+    def _pick(self, units: _Units, among: NDArray[np.intp], fit: Ints, fresh: Bools, order: Order) -> int:
         wanted = np.isin(units.members[among], self.rules.required).any(axis=1)
         wanted |= np.isin(self.field.node[units.members[among, 0]], list(self.rules.required_nodes))
         size = -units.budget[among] if order == "smallest" else units.budget[among]
         scarce = units.total[among] if order == "scarcest" else np.zeros(len(among), dtype=np.int64)
-        return int(among[np.lexsort((among, -size, -fit[among], scarce, ~wanted))[0]])
+        return int(among[np.lexsort((among, -size, -fit[among], scarce, ~fresh[among], ~wanted))[0]])
 
     def _allowed(self, units: _Units, used: list[int]) -> Bools:
         rules, field = self.rules, self.field

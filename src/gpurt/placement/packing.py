@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ _SPARE = 8
 """Units tried beyond those that hold all layers if they lay in the middle."""
 _ENDS = 8
 """First and last units tried where no turn of the shortest order will do."""
+_ALWAYS = 4
+"""Orders that are tried also where there is no time left: else a hurried search has no plan at all."""
 _STATES = 4096
 """Ways to use up the devices of a node, up to which its best groups are found exactly."""
 
@@ -91,7 +93,7 @@ def _fullest_node(instance: Instance, high: Ints, units: NDArray[np.intp]) -> tu
     return taken, True
 
 
-def packed(instance: Instance, filling: Filling) -> tuple[int, ...] | None:
+def packed(instance: Instance, filling: Filling, stop: Callable[[], bool]) -> tuple[int, ...] | None:
     """An order of units that holds all layers and keeps the rules, or None."""
     high = capacities(instance)
     _, chosen, _ = fullest(instance, high)
@@ -100,13 +102,13 @@ def packed(instance: Instance, filling: Filling) -> tuple[int, ...] | None:
     plans.append([int(unit) for unit in singles for _ in range(int(instance.available[instance.uses[unit] > 0][0]))])
     for units in plans:
         for fewest in (True, False):
-            order = _ordered(instance, filling, _within_rules(instance, high, units, fewest=fewest))
+            order = _ordered(instance, filling, _within_rules(instance, high, units, fewest=fewest), stop)
             if order is not None:
                 return order
     return None
 
 
-def rounded(instance: Instance, filling: Filling, use: Floats) -> tuple[int, ...] | None:
+def rounded(instance: Instance, filling: Filling, use: Floats, stop: Callable[[], bool]) -> tuple[int, ...] | None:
     """An order of the units that a relaxation uses most, as many as it takes."""
     high = capacities(instance)
     growing = np.all(instance.rows >= 0, axis=0)
@@ -124,11 +126,11 @@ def rounded(instance: Instance, filling: Filling, use: Floats) -> tuple[int, ...
         held += int(high[-unit])
         if held < instance.layers:
             continue
-        order = _ordered(instance, filling, kept)
+        order = _ordered(instance, filling, kept, stop)
         if order is not None:
             return order
         spare += 1
-        if spare > _SPARE:
+        if spare > _SPARE or stop():
             return None
     return None
 
@@ -139,7 +141,8 @@ def _within_rules(instance: Instance, high: Ints, units: list[int], *, fewest: b
     wanted: list[bool] = np.any(instance.rows < 0, axis=1).tolist()
     left = instance.limits[growing].copy()
     nodes: set[int] = set()
-    most = instance.constraints.max_nodes
+    rules = instance.constraints
+    most = rules.max_nodes
     kept: list[int] = []
     held = 0
     for unit in sorted(units, key=lambda unit: (not wanted[unit], -int(high[unit]))):
@@ -151,53 +154,66 @@ def _within_rules(instance: Instance, high: Ints, units: list[int], *, fewest: b
         nodes.add(node)
         left = left - takes
         held += int(high[unit])
-        # One unit to spare, since the first and the last one hold less.
-        if fewest and held - int(high[unit]) >= instance.layers and len(nodes) >= instance.constraints.min_nodes:
+        # One unit to spare, since the first and the last one hold less; and none without a layer.
+        enough = held - int(high[unit]) >= instance.layers and len(nodes) >= rules.min_nodes
+        if (fewest and enough and len(kept) >= rules.min_stages) or len(kept) == instance.layers:
             break
     return kept
 
 
-def _ordered(instance: Instance, filling: Filling, units: list[int]) -> tuple[int, ...] | None:
+def _ordered(
+    instance: Instance, filling: Filling, units: list[int], stop: Callable[[], bool]
+) -> tuple[int, ...] | None:
     """Nearest neighbour next, then the best place to begin; where none will do, the ends that cost least room."""
     if not units:
         return None
     order = _nearest(instance, units)
     turns = ((*order[turn:], *order[:turn]) for turn in range(len(order)))
-    return _best(instance, filling, turns) or _best(instance, filling, _by_their_ends(instance, units))
+    found = _best(instance, filling, turns, stop)
+    return found or _best(instance, filling, _by_their_ends(instance, units), stop)
 
 
 def _nearest(instance: Instance, units: list[int]) -> list[int]:
     """From the first one always to the nearest of those that are left."""
-    hop = instance.hop[0]
-    left = list(units)
-    order = [left.pop(0)]
-    while left:
-        place = int(np.argmin([hop[order[-1], unit] for unit in left]))
-        order.append(left.pop(place))
+    numbers = np.array(units)
+    hop = instance.hop[0][np.ix_(numbers, numbers)]
+    left = np.ones(len(units), dtype=np.bool_)
+    place = 0
+    order = [units[place]]
+    for _ in units[1:]:
+        left[place] = False
+        rest = np.flatnonzero(left)
+        place = int(rest[hop[place, rest].argmin()])
+        order.append(units[place])
     return order
 
 
 def _by_their_ends(instance: Instance, units: list[int]) -> Iterator[tuple[int, ...]]:
     """Orders whose first and last unit lose least room to the embedding and the head: what a unit has beside its last
     whole layer is enough for them on some, and not on others."""
-    inner, first, last = _rooms(instance)
-    places = range(len(units))
+    inner, first, last = (room[np.array(units)] for room in _rooms(instance))
+    # The best pairs are among the best of each end.
+    begins, ends = (np.argsort(inner - room, kind="stable")[: _ENDS + 1] for room in (first, last))
     pairs = sorted(
-        (int(inner[units[one]] - first[units[one]] + inner[units[other]] - last[units[other]]), one, other)
-        for one in places
-        for other in places
+        (int(inner[one] - first[one] + inner[other] - last[other]), int(one), int(other))
+        for one in begins
+        for other in ends
         if one != other
     )
     for _, one, other in pairs[:_ENDS]:
-        between = [units[place] for place in places if place not in (one, other)]
+        between = [unit for place, unit in enumerate(units) if place not in (one, other)]
         yield (*_nearest(instance, [units[one], *between]), units[other])
 
 
-def _best(instance: Instance, filling: Filling, orders: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The cheapest of the orders that hold all layers and keep the rules."""
+def _best(
+    instance: Instance, filling: Filling, orders: Iterable[tuple[int, ...]], stop: Callable[[], bool]
+) -> tuple[int, ...] | None:
+    """The cheapest of the orders that hold all layers and keep the rules, as far as there is time."""
     hop = instance.hop[0]
     best: tuple[float, tuple[int, ...]] | None = None
-    for units_now in orders:
+    for place, units_now in enumerate(orders):
+        if place >= _ALWAYS and stop():
+            break
         if len(units_now) > 1:
             numbers = np.array(units_now)
             links = float(hop[numbers[:-1], numbers[1:]].sum() + instance.back[numbers[-1], numbers[0]])

@@ -18,8 +18,6 @@ LEAST_RATE: Final = 1e-3
 """Bytes or operations a second: below, a stage would take longer than any number says."""
 MOST_OPERATIONS: Final = 1e30
 """Of a layer, for one token."""
-LEAST_SECONDS: Final = 1e-12
-"""Of a limit of time: light goes a third of a millimetre."""
 MOST_SECONDS: Final = 1e9
 """Thirty years: sums and products of such stay far within what floating point holds."""
 

@@ -34,16 +34,16 @@ class RoomRelaxations:
     def __init__(self, problem: Problem, feasibility: Feasibility, *, search: bool) -> None:
         self.problem, self.feasibility, self.search = problem, feasibility, search
 
-    def all(self) -> Iterator[Callable[[], Relaxation | None]]:
-        """Each finds one relaxation, or none."""
-        yield self.bytes_per_device
-        yield self.context
-        yield self.batch
-        yield self.prefill
-        yield self.quantisation
+    def all(self) -> Iterator[tuple[RelaxationKind, Callable[[], Relaxation | None]]]:
+        """Each finds one relaxation, or none: the easiest come first."""
+        yield RelaxationKind.QUANTISATION, self.quantisation
+        yield RelaxationKind.CONTEXT_TOKENS, self.context
+        yield RelaxationKind.BATCH, self.batch
+        yield RelaxationKind.PREFILL_TOKENS, self.prefill
         for device in self.templates():
-            yield lambda device=device: self.more_devices(device)
-        yield self.device_of_size
+            yield RelaxationKind.ADD_DEVICES, lambda device=device: self.more_devices(device)
+        yield RelaxationKind.ADD_DEVICE_OF_SIZE, self.device_of_size
+        yield RelaxationKind.BYTES_PER_DEVICE, self.bytes_per_device
 
     def bytes_per_device(self) -> Relaxation | None:
         problem, feasibility = self.problem, self.feasibility
@@ -66,7 +66,7 @@ class RoomRelaxations:
         more = least.steps * MIB
         return Relaxation(
             kind=RelaxationKind.BYTES_PER_DEVICE,
-            change=f"{size_words(more)} more on every device ({least.steps:,} MiB)",
+            change=f"give every device {size_words(more)} more ({least.steps:,} MiB)",
             amount=more,
             before=0,
             step=MIB,
@@ -78,18 +78,18 @@ class RoomRelaxations:
         tokens = self.problem.constraints.workload.context_tokens
         # The largest multiple of the step below what is asked for is one step down.
         return self._fewer(
-            RelaxationKind.CONTEXT_TOKENS, "context_tokens", tokens, CONTEXT_STEP, "a context of", "token"
+            RelaxationKind.CONTEXT_TOKENS, "context_tokens", tokens, CONTEXT_STEP, "hold a context of {}", "token"
         )
 
     def prefill(self) -> Relaxation | None:
         tokens = self.problem.constraints.workload.prefill_tokens
         return self._fewer(
-            RelaxationKind.PREFILL_TOKENS, "prefill_tokens", tokens, CONTEXT_STEP, "prefill in pieces of", "token"
+            RelaxationKind.PREFILL_TOKENS, "prefill_tokens", tokens, CONTEXT_STEP, "prefill in pieces of {}", "token"
         )
 
     def batch(self) -> Relaxation | None:
         batch = self.problem.constraints.workload.batch
-        return self._fewer(RelaxationKind.BATCH, "batch", batch, 1, "a batch of", "sequence")
+        return self._fewer(RelaxationKind.BATCH, "batch", batch, 1, "run {} at once", "sequence")
 
     def _fewer(
         self, kind: RelaxationKind, field: str, before: int, step: int, words: str, noun: str
@@ -110,7 +110,7 @@ class RoomRelaxations:
         amount = (top + 1 - least.steps) * step
         return Relaxation(
             kind=kind,
-            change=f"{words} {counted(amount, noun)} instead of {before:,}",
+            change=f"{words.format(counted(amount, noun))} instead of {before:,}",
             amount=amount,
             before=before,
             step=step,
@@ -140,7 +140,7 @@ class RoomRelaxations:
         name, width = formats[least.steps - 1]
         return Relaxation(
             kind=RelaxationKind.QUANTISATION,
-            change=f"weights as {name} ({width:.3g} bits each instead of {bits:.3g})",
+            change=f"store the weights as {name} ({width:.3g} bits each instead of {bits:.3g})",
             amount=width,
             before=bits,
             less=formats[least.steps - 2][1] if least.steps > 1 else None,
@@ -179,7 +179,7 @@ class RoomRelaxations:
         what = f"{like.name}, {room} usable" if like.name else f"{room} usable"
         return Relaxation(
             kind=RelaxationKind.ADD_DEVICES,
-            change=f"{counted(least.steps, 'more device')} like {like.id} ({what})",
+            change=f"add {counted(least.steps, 'device')} like {like.id} ({what})",
             amount=least.steps,
             before=0,
             step=1,
@@ -211,7 +211,7 @@ class RoomRelaxations:
         size = least.steps * MIB
         return Relaxation(
             kind=RelaxationKind.ADD_DEVICE_OF_SIZE,
-            change=f"one more device with {size_words(size)} usable ({least.steps:,} MiB)",
+            change=f"add 1 device with {size_words(size)} usable ({least.steps:,} MiB)",
             amount=size,
             step=MIB,
             less=size - MIB if least.steps > 1 else None,

@@ -12,6 +12,7 @@ from gpurt.placement.feasibility import Feasibility, Problem
 from gpurt.placement.field import integers
 from gpurt.placement.infeasibility import ConstraintKind, Relaxation, RelaxationKind
 from gpurt.placement.least import least_steps
+from gpurt.placement.rule_words import joined, layers_words, pin_words
 from gpurt.placement.words import counted, listed, time_words
 
 _NUMBERS = (
@@ -22,6 +23,9 @@ _NUMBERS = (
 )
 
 
+_Finder = tuple[RelaxationKind, Callable[[], Relaxation | None]]
+
+
 class RuleRelaxations:
     """``search``: what counting leaves open is searched. ``kinds``: constraints that may be given up."""
 
@@ -29,32 +33,49 @@ class RuleRelaxations:
         self, problem: Problem, feasibility: Feasibility, *, search: bool, kinds: frozenset[ConstraintKind]
     ) -> None:
         self.problem, self.feasibility, self.search, self.kinds = problem, feasibility, search, kinds
+        self._one_is_enough = self._largest_is_enough = False
+        """Of what is required, not to require one; of what is excluded, to include the largest."""
 
-    def all(self) -> Iterator[Callable[[], Relaxation | None]]:
+    def all(self) -> Iterator[_Finder]:
         """Each finds one relaxation, or none."""
         given, rules = self.problem.constraints, self._possible()
-        if given.exclude_devices or given.exclude_nodes:
-            yield self._include
         for name, kind, sign in _NUMBERS:
             if getattr(rules, name) is not None:
-                yield lambda name=name, kind=kind, sign=sign: self._number(name, kind, sign)
+                yield kind, lambda name=name, kind=kind, sign=sign: self._number(name, kind, sign)
         for index in range(len(rules.domain_limits)):
-            yield lambda index=index: self._domain(index)
+            yield RelaxationKind.DOMAIN_LIMIT, lambda index=index: self._domain(index)
         for index in range(len(rules.pins)):
-            yield lambda index=index: self._drop_pin(index)
-            yield lambda index=index: self._widen_pin(index)
-        for names in self._required(rules):
-            yield lambda names=names: self._one(RelaxationKind.REQUIRE, names, f"without requiring {listed(names)}")
+            yield RelaxationKind.DROP_PIN, lambda index=index: self._drop_pin(index)
+        required = sorted(rules.require_devices | rules.require_nodes)
+        for name in required:
+            yield RelaxationKind.REQUIRE, lambda name=name: self._not_required((name,))
+        if len(required) > 1:
+            yield RelaxationKind.REQUIRE, lambda: None if self._one_is_enough else self._not_required(required)
         for name in sorted({entry.device for entry in rules.stage_layers}):
-            yield lambda name=name: self._one(RelaxationKind.STAGE_LAYERS, (name,), f"any number of layers on {name}")
+            change = f"allow any number of layers on {name}"
+            yield (
+                RelaxationKind.STAGE_LAYERS,
+                lambda name=name, change=change: self._one(RelaxationKind.STAGE_LAYERS, (name,), change),
+            )
         if rules.same_backend:
-            yield lambda: self._one(RelaxationKind.SAME_BACKEND, (), "stages on different backends")
+            change = "let stages use different backends"
+            yield RelaxationKind.SAME_BACKEND, lambda: self._one(RelaxationKind.SAME_BACKEND, (), change)
         if rules.tensor_parallel_max is not None:
-            yield self._tensor_parallel
+            yield RelaxationKind.TENSOR_PARALLEL_MAX, self._tensor_parallel
+        if given.exclude_devices or given.exclude_nodes:
+            yield RelaxationKind.INCLUDE, self._include
         if ConstraintKind.LINKS in self.kinds and len(self.feasibility.parts(self._any_speed())) > 1:
-            yield self._connect
+            yield RelaxationKind.CONNECT, self._connect
         if rules.max_link_seconds is not None:
-            yield self._link_seconds
+            yield RelaxationKind.MAX_LINK_SECONDS, self._link_seconds
+
+    def others(self) -> Iterator[_Finder]:
+        """Further ones, which matter less."""
+        for index in range(len(self._possible().pins)):
+            yield RelaxationKind.WIDEN_PIN, lambda index=index: self._widen_pin(index)
+        names = self._excluded()
+        for name in names[1:] if self._largest_is_enough else names:
+            yield RelaxationKind.INCLUDE, lambda name=name: self._included((name,))
 
     def _possible(self) -> Constraints:
         """Only the constraints that may be given up."""
@@ -91,7 +112,7 @@ class RuleRelaxations:
         return self._least(
             lambda steps: Relaxation(
                 kind=kind,
-                change=f"{name} {before + sign * steps} instead of {before}",
+                change=f"set {name} to {before + sign * steps:,} instead of {before:,}",
                 amount=before + sign * steps,
                 before=before,
                 step=1,
@@ -105,7 +126,7 @@ class RuleRelaxations:
         return self._least(
             lambda steps: Relaxation(
                 kind=RelaxationKind.DOMAIN_LIMIT,
-                change=f"{counted(limit.stages + steps, 'stage')} per {limit.domain} instead of {limit.stages}",
+                change=f"allow {counted(limit.stages + steps, 'stage')} per {limit.domain} instead of {limit.stages}",
                 amount=limit.stages + steps,
                 before=limit.stages,
                 step=1,
@@ -117,12 +138,7 @@ class RuleRelaxations:
 
     def _drop_pin(self, index: int) -> Relaxation | None:
         pin = self.problem.constraints.pins[index]
-        return self._one(
-            RelaxationKind.DROP_PIN,
-            (),
-            f"without the pin of layers {pin.start} to {pin.end - 1} to {listed(sorted(pin.devices | pin.nodes))}",
-            index,
-        )
+        return self._one(RelaxationKind.DROP_PIN, (), f"drop {pin_words(pin)}", index)
 
     def _widen_pin(self, index: int) -> Relaxation | None:
         """The largest other devices, as few as will do."""
@@ -139,7 +155,7 @@ class RuleRelaxations:
         return self._least(
             lambda steps: Relaxation(
                 kind=RelaxationKind.WIDEN_PIN,
-                change=f"layers {pin.start} to {pin.end - 1} also on {listed(others[:steps])}",
+                change=f"let {layers_words(pin.start, pin.end)} lie on {listed(others[:steps])} as well",
                 amount=steps,
                 before=0,
                 step=1,
@@ -150,10 +166,10 @@ class RuleRelaxations:
             len(others),
         )
 
-    @staticmethod
-    def _required(rules: Constraints) -> list[tuple[str, ...]]:
-        names = sorted(rules.require_devices | rules.require_nodes)
-        return [(name,) for name in names[:8]] + ([tuple(names)] if len(names) > 1 else [])
+    def _not_required(self, names: Sequence[str]) -> Relaxation | None:
+        found = self._one(RelaxationKind.REQUIRE, names, f"no longer require {listed(names)}")
+        self._one_is_enough |= found is not None
+        return found
 
     def _tensor_parallel(self) -> Relaxation | None:
         before = self.problem.constraints.tensor_parallel_max
@@ -161,7 +177,7 @@ class RuleRelaxations:
         return self._least(
             lambda steps: Relaxation(
                 kind=RelaxationKind.TENSOR_PARALLEL_MAX,
-                change=f"tensor-parallel groups of {sizes[steps - 1]} devices instead of {before}",
+                change=f"allow tensor-parallel groups of {sizes[steps - 1]} devices instead of {before}",
                 amount=sizes[steps - 1],
                 before=before,
                 minimal=True,
@@ -169,25 +185,35 @@ class RuleRelaxations:
             len(sizes),
         )
 
-    def _include(self) -> Relaxation | None:
-        """The largest of what is excluded, as few as will do."""
+    def _excluded(self) -> list[str]:
+        """Devices and nodes, those with most memory first."""
         rules, devices = self.problem.constraints, self.problem.devices
         room: dict[str, int] = dict.fromkeys(rules.exclude_devices | rules.exclude_nodes, 0)
         for device in devices:
             for name in {device.id, device.node} & room.keys():
                 room[name] += device.budget_bytes
-        names = sorted(room, key=lambda name: (-room[name], name))
-        return self._least(
-            lambda steps: Relaxation(
-                kind=RelaxationKind.INCLUDE,
-                change=f"{listed(names[:steps])} no longer excluded",
-                amount=steps,
-                before=0,
-                step=1,
-                names=tuple(names[:steps]),
-                minimal=True,
-            ),
-            len(names),
+        return sorted(room, key=lambda name: (-room[name], name))
+
+    def _include(self) -> Relaxation | None:
+        """The largest of what is excluded, as few as will do."""
+        names = self._excluded()
+        found = self._least(lambda steps: self._with_included(names[:steps]), len(names))
+        self._largest_is_enough = found is not None and found.amount == 1
+        return found
+
+    def _included(self, names: Sequence[str]) -> Relaxation | None:
+        return self._least(lambda _: self._with_included(names), 1)
+
+    @staticmethod
+    def _with_included(names: Sequence[str]) -> Relaxation:
+        return Relaxation(
+            kind=RelaxationKind.INCLUDE,
+            change=f"no longer exclude {listed(names)}",
+            amount=len(names),
+            before=0,
+            step=1,
+            names=tuple(names),
+            minimal=True,
         )
 
     def _any_speed(self) -> Problem:
@@ -206,7 +232,7 @@ class RuleRelaxations:
         def build(steps: int) -> Relaxation:
             return Relaxation(
                 kind=RelaxationKind.CONNECT,
-                change=f"ways between {listed(names[: steps + 1])} and the devices that each of them reaches",
+                change=f"connect {joined(names[: steps + 1])}, with all that each of them reaches",
                 amount=steps + 1,
                 before=1,
                 step=1,
@@ -239,7 +265,7 @@ class RuleRelaxations:
         return self._least(
             lambda steps: Relaxation(
                 kind=RelaxationKind.MAX_LINK_SECONDS,
-                change=f"{time_words(float(values[steps - 1]))} for a hand-over instead of {time_words(before)}",
+                change=f"allow {time_words(float(values[steps - 1]))} for a hand-over instead of {time_words(before)}",
                 amount=float(values[steps - 1]),
                 before=before,
                 minimal=True,
