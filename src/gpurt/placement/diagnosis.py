@@ -57,7 +57,6 @@ _GIVEN_UP: Final = {
     RelaxationKind.MIN_NODES: Kind.MIN_NODES,
     RelaxationKind.DOMAIN_LIMIT: Kind.DOMAIN_LIMITS,
     RelaxationKind.SAME_BACKEND: Kind.SAME_BACKEND,
-    RelaxationKind.REQUIRE: Kind.REQUIRE_DEVICES,
     RelaxationKind.DROP_PIN: Kind.PINS,
     RelaxationKind.WIDEN_PIN: Kind.PINS,
     RelaxationKind.CONNECT: Kind.LINKS,
@@ -145,7 +144,7 @@ class _Diagnosis:
         helps = clash is None or not clash.lasting
         relaxations, complete = self._relaxations(kind, upto, search=search, room_helps=helps)
         largest = int((layers.weights + layers.kv + layers.workspace).max())
-        conflicts = tuple(dict.fromkeys(_GIVEN_UP[each.kind] for each in relaxations if each.kind in _GIVEN_UP))
+        conflicts = {given for each in relaxations if (given := self._given_up(each)) is not None}
         report = InfeasibilityReport(
             model=problem.model.name,
             constraint=kind,
@@ -270,8 +269,14 @@ class _Diagnosis:
                 times[made] += 1
                 if self.prompt and not search:
                     self.feasibility.hurry(_PROMPT)
-        found.sort(key=lambda each: (_ease(each), _GIVEN_UP.get(each.kind) is not kind))
+        found.sort(key=lambda each: (_ease(each), self._given_up(each) is not kind))
         return tuple(found), complete
+
+    def _given_up(self, change: Relaxation) -> ConstraintKind | None:
+        if change.kind is RelaxationKind.REQUIRE:
+            of_devices = self.problem.constraints.require_devices.intersection(change.names)
+            return Kind.REQUIRE_DEVICES if of_devices else Kind.REQUIRE_NODES
+        return _GIVEN_UP.get(change.kind)
 
 
 def _ease(change: Relaxation) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from gpurt.placement.plan_search import FEW, search_plan, with_bytes
 from gpurt.placement.reaching import Together, always_connected, together
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import LinkMatrix, Topology
+
+_HANDFUL: Final = 6
+"""Devices."""
 
 
 class Problem(NamedTuple):
@@ -67,10 +70,15 @@ class Feasibility:
 
     def ask(self, problem: Problem, *, more_bytes: int | Ints = 0, search: bool = True) -> bool | None:
         """Whether there is a plan; None: not known. ``more_bytes`` on every device, or on each."""
+        # Among a handful of devices it takes less time to try all orders than to count.
+        if self.search and len(self.kept(problem)) <= _HANDFUL and not self.over():
+            tried = self._searched(problem, more_bytes, engine=False)
+            if tried is not None:
+                return tried
         counted, wider = self._counted(problem, more_bytes)
         if counted is not None or not wider or not search or not self.search or self.over():
             return counted
-        return self._searched(problem, more_bytes)
+        return self._searched(problem, more_bytes, engine=True)
 
     def bound(self, problem: Problem) -> Bound:
         """Layers that the devices hold, every link taken as there."""
@@ -256,7 +264,7 @@ class Feasibility:
             names.setdefault(field.devices[index].backend, []).append(index)
         return [np.array(found, dtype=np.intp) for found in names.values()]
 
-    def _searched(self, problem: Problem, more_bytes: int | Ints) -> bool | None:
+    def _searched(self, problem: Problem, more_bytes: int | Ints, *, engine: bool) -> bool | None:
         model, devices, topology, rules = problem
         field = self.field(devices)
         sets = (chosen for part in self.parts(problem) for chosen in self._by_backend(problem, field, part.members))
@@ -264,7 +272,7 @@ class Feasibility:
         def clock() -> Clock:
             return Clock(max(0.01, min(self.search, self.deadline - monotonic())), self.over)
 
-        return search_plan(model, topology, rules, field, sets, more_bytes, clock)
+        return search_plan(model, topology, rules, field, sets, more_bytes, clock, engine=engine)
 
 
 def with_devices(devices: Sequence[PlacementDevice], like: PlacementDevice, count: int) -> tuple[PlacementDevice, ...]:

@@ -198,7 +198,7 @@ class InfeasibilityReport(PlacementRecord):
             return finding_room(self.placeable_layers, self.layers) + left
         return (
             f"{finding_room(alone, self.layers)} on the devices, each by itself, but only {self.placeable_layers:,} "
-            "with the embedding, the head and the number of stages allowed"
+            "once the embedding, the head and the rules are counted in"
         )
 
     def explain(self) -> str:
@@ -210,9 +210,6 @@ class InfeasibilityReport(PlacementRecord):
                 lines.append(f"{told} on {counted(len(self.devices), 'device')}.")
             if (room := self.room()) not in self.message:
                 lines.append(f"{room}.")
-        others = [kind.value for kind in self.conflicts if kind is not self.constraint]
-        if others:
-            lines.append(f"To give up one of these instead would do, too: {listed(others)}.")
         for reason, times in sorted(Counter(device.reason for device in self.filtered).items()):
             mine = [device for device in self.filtered if device.reason is reason]
             size = size_words(sum(device.usable_bytes for device in mine))

@@ -32,8 +32,11 @@ def search_plan(
     sets: Iterable[NDArray[np.intp]],
     more_bytes: int | Ints,
     clock: Callable[[], Clock],
+    *,
+    engine: bool,
 ) -> bool | None:
-    """``sets``: devices that a plan may lie on, each for itself; None: not known. ``clock``: for one of them."""
+    """``sets``: devices that a plan may lie on, each for itself; None: not known. ``clock``: for one of them. Without
+    ``engine``, orders are tried and that is all."""
     budgets = field.raw + more_bytes
     more = np.broadcast_to(np.asarray(more_bytes, dtype=np.int64), len(field.devices))
     complete = True
@@ -47,7 +50,7 @@ def search_plan(
         mine = clock()
         instance = build_instance(model, picked, topology.within(picked), rules)
         tried = any_plan(instance, mine.over)
-        if tried is None:
+        if tried is None and engine:
             found = Engine(instance, mine, seed=0, target_gap=np.inf).run()
             tried = True if found.steps is not None else (False if np.isinf(found.bound) else None)
         if tried:

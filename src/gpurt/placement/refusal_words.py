@@ -63,8 +63,9 @@ def _of_rule(report: InfeasibilityReport, rules: Constraints) -> str:
             each.device for each in report.filtered if each.reason in _NO_ROOM and each.device in rules.require_devices
         ]
         if small:
-            return f"{listed(small)} {'is' if len(small) == 1 else 'are'} required, and has no room for one layer"
-        return f"it cannot be kept that {listed(names)} {'is' if len(names) == 1 else 'are'} required"
+            are, have = ("is", "has") if len(small) == 1 else ("are", "have")
+            return f"{listed(small)} {are} required, and {have} no room for one layer"
+        return f"{listed(names)} cannot {'all ' if len(names) > 1 else ''}be used as required"
     if kind is Kind.PINS:
         if len(rules.pins) == 1:
             return f"{pin_words(rules.pins[0])} cannot be kept"
