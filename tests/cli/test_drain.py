@@ -128,6 +128,7 @@ async def test_the_worker_says_what_it_was_told(
     bus = InProcessBus("test")
     monkeypatch.setattr("gpurt.cluster.worker.engine_at", lambda *_, **__: InProcessEngine(bus))
     monkeypatch.setattr("gpurt.cli.worker.HEARD_S", 0.01)
+    monkeypatch.setattr("gpurt.cluster.attention.FIRST_S", 0.01)
     config = WorkerConfig("w1", "test", registry_path=tmp_path / "w1.json", simulate="h100", telemetry_s=None)
     said = ""
 
@@ -155,6 +156,8 @@ async def test_the_worker_says_what_it_was_told(
     said = ""
     again = await session(as_json=True)
     await until(lambda: has('{"event": "draining", "node": "w1"}'), "what it was told before")
+    unheard = '{"event": "unheard", "node": "w1", "message": "no master of cluster test runs"}'
+    await until(lambda: has(unheard), "that nobody has asked")
     await told(bus, "w1", draining=False)
     await until(lambda: has('{"event": "undrained", "node": "w1"}'), "the end of it")
     await end(again)

@@ -201,7 +201,7 @@ def test_every_change_of_a_node_says_why() -> None:
     assert said[ChangeKind.NODE_LOST] == "not heard for 2.0 s"
     assert said[ChangeKind.NODE_LEFT] == "it said goodbye"
     assert said[ChangeKind.NODE_BACK] == "the same run of it is there, after 5.0 s as lost"
-    assert said[ChangeKind.NODE_UPDATED] == "discovery: not told -> partial"
+    assert said[ChangeKind.NODE_UPDATED] == "discovery: partial"
     assert said[ChangeKind.DEVICE_REMOVED] == "its node no longer lists it"
     (updated,) = (change for change in posted if change.kind is ChangeKind.NODE_UPDATED)
     document = command.change_document(updated, view.snapshot())

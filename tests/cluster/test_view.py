@@ -343,6 +343,12 @@ async def test_of_backends_only_another_answer_is_said() -> None:
     fold.join(device(), reports=(report("unavailable", ReasonCode.CRASHED),))
     said = await anext(changes)
     assert (said.minor, said.message) == (False, "backend cuda: unavailable (crashed), was ok")
+    hidden = BackendReport(name="rocm", status="unavailable", reason=ReasonCode.NO_DRIVER)
+    broken = BackendReport(name="vulkan", status="unavailable", reason=ReasonCode.CRASHED)
+    fold.join(device(), reports=(report("unavailable", ReasonCode.CRASHED), hidden))
+    assert (await anext(changes)).minor, "a first look that finds nothing of it"
+    fold.join(device(), reports=(report("unavailable", ReasonCode.CRASHED), hidden, broken))
+    assert (await anext(changes)).message == "backend vulkan: unavailable (crashed)"
 
 
 async def test_that_a_node_drains_is_said_once_for_all_its_devices() -> None:

@@ -6,12 +6,16 @@ from typing import Final
 
 from gpurt.cluster.records import DeviceRecord, NodeRecord
 from gpurt.cluster.state import NodeFields
-from gpurt.types import GPUDevice
+from gpurt.errors import ReasonCode
+from gpurt.types import BackendReport, GPUDevice
 
 _FIELDS: Final = tuple(NodeFields.model_fields)
 _DEVICE_FIELDS: Final = tuple(GPUDevice.model_fields)
 _MOVING: Final = frozenset({"memory_available", "memory_usable_bytes", "clock_rate_mhz"})
 """Figures of a device that are other ones at every look."""
+_ABSENT: Final = frozenset(
+    {ReasonCode.NO_LIBRARY, ReasonCode.NO_DRIVER, ReasonCode.NO_DEVICE, ReasonCode.WRONG_PLATFORM}
+)
 _WORDS: Final = {
     "gpu_backend": "preferred backend",
     "primary_gpu_device_id": "preferred device",
@@ -40,7 +44,8 @@ def silent(record: NodeRecord, now: float) -> str:
 
 
 def updated(before: NodeRecord, after: NodeRecord) -> str | None:
-    """What of the node's summary is another now; None: nothing but when and how long it was looked for."""
+    """What of the node's summary is another now; None: nothing but when and how long it was looked for, and backends
+    of which a first look says nothing unusual."""
     said: list[str] = []
     if before.draining != after.draining:
         said.append("draining: it takes no new placements" if after.draining else "it takes new placements again")
@@ -51,16 +56,24 @@ def updated(before: NodeRecord, after: NodeRecord) -> str | None:
     for name, word in _WORDS.items():
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
-            said.append(f"{word}: {_told(old)} -> {_told(new)}")
+            said.append(f"{word}: {_told(new)}" if old is None else f"{word}: {old} -> {_told(new)}")
     older = {report.name: report for report in before.reports}
     for report in after.reports:
         known = older.get(report.name)
-        if known is None or (known.status, known.reason) != (report.status, report.reason):
+        news = (
+            not _ordinary(report) if known is None else (known.status, known.reason) != (report.status, report.reason)
+        )
+        if news:
             state = report.status if report.reason is None else f"{report.status} ({report.reason})"
             said.append(f"backend {report.name}: {state}{f', was {known.status}' if known else ''}")
     gone = sorted(older.keys() - {report.name for report in after.reports})
     said += [f"backend {name}: no report any more" for name in gone]
     return "; ".join(said) or None
+
+
+def _ordinary(report: BackendReport) -> bool:
+    """What a first look says of most backends: it works, or this machine has nothing for it."""
+    return report.status == "ok" or report.reason in _ABSENT
 
 
 def moves_alone(before: DeviceRecord | None, after: DeviceRecord) -> bool:
