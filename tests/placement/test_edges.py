@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -154,3 +154,15 @@ def test_the_largest_device_is_told_also_where_it_is_too_small() -> None:
     model = ModelSpec.uniform("m", layers=2, size_bytes=4 << 30)
     with pytest.raises(InfeasiblePlacement, match=r"the largest device has 1\.0 GiB"):
         SOLVER.solve_placement(model, [made("a", 1 << 30)])
+
+
+@pytest.mark.parametrize("rules", [{}, {"min_stages": 40}, {"domain_limits": (DomainLimit(domain="node", stages=1),)}])
+@pytest.mark.parametrize(("count", "seconds"), [(48, 0.5), (512, 2.0)])
+def test_a_moment_is_enough_for_a_plan_and_is_kept(count: int, seconds: float, rules: dict[str, Any]) -> None:
+    """What is not looked at the clock for takes a few times as long on a busy machine: here processor time counts."""
+    devices, topology = synthetic_cluster("home", count, 3)
+    model = model_for(devices, 126, 0.5)
+    begin = process_time()
+    plan = SOLVER.solve_placement(model, devices, topology, Constraints(**rules), time_budget=0.05, target_gap=0)
+    assert process_time() - begin < seconds
+    assert len(plan.stages) > 1

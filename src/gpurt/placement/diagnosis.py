@@ -69,7 +69,8 @@ _EASE: Final = (
     {RelaxationKind.BYTES_PER_DEVICE},
     {RelaxationKind.ADD_DEVICES},
 )
-"""What is harder than to relax a rule, the easiest first; devices are in the last where one is not enough."""
+"""What is harder than to relax a rule, the easiest first; devices are in the last where one is not enough, or would
+have to be larger than any that is there."""
 _COUNTED: Final = frozenset(
     {
         Kind.DEVICES, Kind.LAYER, Kind.MEMORY, Kind.LAYERS, Kind.ENDS, Kind.TENSOR_PARALLEL_MAX, Kind.STAGE_LAYERS,
@@ -269,7 +270,8 @@ class _Diagnosis:
                 times[made] += 1
                 if self.prompt and not search:
                     self.feasibility.hurry(_PROMPT)
-        found.sort(key=lambda each: (_ease(each), self._given_up(each) is not kind))
+        largest = max((device.budget_bytes for device in self.problem.devices), default=0)
+        found.sort(key=lambda each: (_ease(each, largest), self._given_up(each) is not kind))
         return tuple(found), complete
 
     def _given_up(self, change: Relaxation) -> ConstraintKind | None:
@@ -279,8 +281,9 @@ class _Diagnosis:
         return _GIVEN_UP.get(change.kind)
 
 
-def _ease(change: Relaxation) -> int:
-    """Rank among the changes: what is a word comes before what has to be bought."""
-    if change.kind is RelaxationKind.ADD_DEVICES and change.amount != 1:
+def _ease(change: Relaxation, largest: int) -> int:
+    """Rank among the changes: what is a word comes before what has to be bought. ``largest``: bytes of a device."""
+    several = change.kind is RelaxationKind.ADD_DEVICES and change.amount != 1
+    if several or (change.kind is RelaxationKind.ADD_DEVICE_OF_SIZE and (change.amount or 0) > largest):
         return len(_EASE)
     return next((rank for rank, kinds in enumerate(_EASE, 1) if change.kind in kinds), 0)

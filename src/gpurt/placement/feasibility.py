@@ -234,7 +234,6 @@ class Feasibility:
     def _of_part(self, problem: Problem, rules: Rules, part: Together, budgets: Ints, *, lay: bool) -> bool | None:
         """The verdict of counting for the devices of one part."""
         field, layers = self.field(problem.devices), self.layers(problem)
-        holding = self._holding(problem)
         unknown = False
         for chosen in self._by_backend(problem, field, part.members):
             if not bytes_suffice(layers, rules, chosen, budgets):
@@ -242,6 +241,7 @@ class Feasibility:
             bound = count_layers(field, layers, rules, chosen, budgets)
             if bound.high < layers.count:
                 continue
+            holding = self._holding(problem)
             here = holding is None or bool(holding.holds[chosen].all() and holding.takes[chosen].all())
             if here and layers.uniform and part.direct and bound.low >= layers.count:
                 return True

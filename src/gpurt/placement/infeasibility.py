@@ -180,8 +180,8 @@ class InfeasibilityReport(PlacementRecord):
     devices: tuple[DeviceRoom, ...]
     relaxations: tuple[Relaxation, ...]
     """Each alone is enough. The easiest come first: rules of one's own, the cause before others; number formats;
-    context, batch and prefill; one more device, or links; bytes on every device; several more devices. Of each kind at
-    most ``MOST_OF_A_KIND``."""
+    context, batch and prefill; one more device, or links; bytes on every device; several more devices, or one larger
+    than any. Of each kind at most ``MOST_OF_A_KIND``."""
     complete: bool
     """Every kind of relaxation was tried to the end; else time was short."""
 

@@ -162,6 +162,8 @@ class Layer:
     def _missing(self, units: _Units, used: list[int]) -> int:
         """Stages that the rules ask for besides those that are there."""
         rules = self.rules
+        if rules.min_stages <= 1 and rules.min_nodes <= 1 and not rules.required.size:
+            return 0
         taken = units.members[used]
         nodes = len(np.unique(self.field.node[taken[:, 0]])) if used else 0
         required = len(rules.required) - int(np.isin(rules.required, taken).sum())
@@ -169,6 +171,8 @@ class Layer:
 
     def _fresh(self, units: _Units, used: list[int]) -> Bools:
         """Units on further nodes, while more of them are asked for."""
+        if self.rules.min_nodes <= 1:
+            return np.zeros(len(units.members), dtype=np.bool_)
         nodes = np.unique(self.field.node[units.members[used, 0]])
         if len(nodes) >= self.rules.min_nodes:
             return np.zeros(len(units.members), dtype=np.bool_)

@@ -12,7 +12,7 @@ from gpurt.placement.feasibility import Feasibility, Problem
 from gpurt.placement.field import integers
 from gpurt.placement.infeasibility import ConstraintKind, Relaxation, RelaxationKind
 from gpurt.placement.least import least_steps
-from gpurt.placement.rule_words import joined, layers_words, pin_words
+from gpurt.placement.rule_words import layers_words, pin_words
 from gpurt.placement.words import counted, listed, time_words
 
 _NUMBERS = (
@@ -232,7 +232,7 @@ class RuleRelaxations:
         def build(steps: int) -> Relaxation:
             return Relaxation(
                 kind=RelaxationKind.CONNECT,
-                change=f"connect {joined(names[: steps + 1])}, with all that each of them reaches",
+                change=f"connect {listed(names[: steps + 1])}, with all that each of them reaches",
                 amount=steps + 1,
                 before=1,
                 step=1,
