@@ -4,7 +4,7 @@ Three searches, each wider than the one before, until one has a plan that is goo
 
 1. what survives stays where it is; what is lost goes to its neighbours and to spare devices, first with hardly any
    other movement, then with more of it;
-2. the solver on the same devices, for a moment; the survivors in another order, where they are few; the solver again;
+2. the solver on the same devices, for a moment; more movement around what survives; the solver again;
 3. the solver on all devices: what it does not place cannot be placed.
 """
 
@@ -36,6 +36,8 @@ _STAY: Final = 1.0
 """Price of moving one layer, as a share of the whole objective: hardly anything moves that need not."""
 _SHIFT: Final = 0.004
 """The same, where up to a dozen more layers move for 5 % of the objective."""
+_FAR: Final = _SHIFT / 4
+"""The same, where a bound says that there are better plans than those."""
 _SLACK: Final = 2
 """Layers that may move besides the lost ones at first: so narrow a search is the fastest."""
 _FEW: Final = 5
@@ -192,7 +194,7 @@ class Repair:
         if found or not self.whole:
             settled = self._solve_near(_GLANCE, found, solved)
             if not settled:
-                found += self._reordered(found)
+                found += self._further(found)
                 settled = self._is_near_best(found, solved) or self._solve_near(_LOOKS, found, solved)
         if not found and not settled:
             full = self._full(time_budget, needed=not solved)
@@ -226,13 +228,14 @@ class Repair:
         if shifted is not None:
             yield shifted
 
-    def _reordered(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Plans in which survivors are not in their old order, where there are few."""
-        search, price = self.search, self.teller.promised / whole_bytes(self.model) * _SHIFT
-        if self.kind is ObjectiveKind.THROUGHPUT or len(search.kept) > _FEW:
+    def _further(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Plans around the survivors that move more; in which these are not in their old order, where there are few."""
+        if self.kind is ObjectiveKind.THROUGHPUT:
             return []
+        search, price = self.search, self.teller.promised / whole_bytes(self.model) * _FAR
+        few = len(search.kept) <= _FEW
         limit = min((candidate.value + price * candidate.bytes for candidate in found), default=np.inf)
-        other = search.around(price, skip=_FEW, loose=True, limit=limit)
+        other = search.around(price, skip=_FEW if few else 2, loose=few, limit=limit)
         return [] if other is None else [other]
 
     def _full(self, time_budget: float, *, needed: bool) -> RepairResult | None:
