@@ -78,7 +78,7 @@ _COUNTED: Final = frozenset(
     }
 )  # fmt: skip
 """Causes of bytes and numbers: counting tells them at once, and there is no search for what would help."""
-_PROMPT: Final = 0.08
+_PROMPT: Final = 0.07
 """Seconds from the beginning after which, where such a cause has one change that helps, no more are looked for."""
 _FEW: Final = 64
 """Devices up to which there is a search whatever the cause."""
