@@ -84,6 +84,10 @@ def test_a_link_within_a_group_that_nobody_measured_is_marked(command: Command) 
     assert re.search(r"│ +~[\d.]+ m?s │", row)
     assert re.search(r"^~.* per token: ", said, re.MULTILINE)
     assert "~ not measured" in said
+    _, said = command.place("--require", "a/cuda:0", "--require", "a/cuda:1", "--max-stages", "1", "--explain")
+    assert "not measured, links within 1 tensor-parallel group: assumed by where the devices are" in said.replace(
+        "\n", " "
+    )
     command.inventory = command.inventory.model_copy(update={"topology": measured(("a/cuda:0", "a/cuda:1"))})
     _, said = command.place("--require", "a/cuda:0", "--require", "a/cuda:1", "--max-stages", "1")
     assert "~" not in said

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.grouping import can_compute, filter_devices
+from gpurt.placement.inputs import check_types
 from gpurt.placement.plan import Plan, PlanStatus, Stage
 from gpurt.placement.plan_form import check_form
 from gpurt.placement.spec import LayerSpec, ModelSpec
+from gpurt.placement.topology import Topology
 from gpurt.placement.what_if import WhatIf
 from gpurt.placement.words import counted, listed, size_words, time_words
 
@@ -35,9 +38,12 @@ def explain_plan(
         what_ifs: see :func:`gpurt.placement.what_if.what_ifs`; without them nothing is said of what would help.
 
     Raises:
+        InvalidPlacementInput: an argument is of another kind.
         InvalidPlan: the plan contradicts itself, is of a model with another number of layers, or uses a device that is
             not among ``devices``.
     """
+    check_kind(plan, Plan, "plan")
+    check_types(model, devices, Topology(), constraints)
     check_form(plan)
     if plan.layer_count != model.layer_count:
         raise InvalidPlan(f"the plan has {plan.layer_count} layers", rule="model", where="layer_count")
@@ -181,6 +187,10 @@ def _estimated(model: ModelSpec, devices: Sequence[PlacementDevice], plan: Plan)
     hops = [hop for hop in plan.hops if hop.estimated]
     if hops and len(plan.stages) > 1:
         yield f"not measured, {counted(len(hops), 'link')} of {len(plan.hops)}: assumed by where the devices are"
+    groups = [stage for stage in plan.stages if stage.link_estimated]
+    if groups:
+        number = counted(len(groups), "tensor-parallel group")
+        yield f"not measured, links within {number}: assumed by where the devices are"
     if model.estimated:
         yield f"not told by the model's files: {listed(model.estimated)}"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InfeasiblePlacement, PlacementCancelled, PlacementTimeout
+from gpurt.placement.inputs import check_types
 from gpurt.placement.plan import Plan
 from gpurt.placement.record import PlacementRecord
 from gpurt.placement.solver import ConstraintSatisfactionPlacement
@@ -40,7 +42,11 @@ def what_ifs(
     """Twice the memory everywhere, links twice as fast, half of the context: the greatest gain first.
 
     Blocks for up to ``time_budget`` seconds for each. A change whose plan was not found in that time is left out.
+
+    Raises: InvalidPlacementInput, where an argument is of another kind.
     """
+    check_types(model, devices, topology, constraints)
+    check_kind(plan, Plan, "plan")
     found: list[WhatIf] = []
     for change, others, links, rules in _changes(devices, topology, constraints):
         try:
