@@ -105,6 +105,62 @@ async def test_who_is_not_there_or_does_not_answer(bus: InProcessBus) -> None:
     await dumb.close()
 
 
+async def test_of_a_thousand_nodes_a_few_are_named() -> None:
+    bus = InProcessBus("test")
+    engines = [InProcessEngine(bus) for _ in range(18)]
+    for number, engine in enumerate(engines):
+        await engine.start()
+        await engine.join(f"n{number:02}", encode_snapshot(snapshot(device(), node=f"n{number:02}")), _nothing)
+    with pytest.raises(GPUError, match=r"there are n00, .*, n15 and 2 more \("):
+        await told(bus, "w1")
+    for engine in engines:
+        await engine.close()
+
+
+async def test_a_master_that_speaks_meanwhile_does_not_matter_without_a_term() -> None:
+    bus, terms = InProcessBus("test"), list[int]()
+    busy = InProcessEngine(bus)
+
+    async def overtaken(payload: bytes) -> bytes:
+        terms.append(term := json.loads(payload)["term"])
+        refused = None if term == 9 else "a master of term 9 has spoken"
+        return json.dumps({"term": 9, "refused": refused}).encode()
+
+    await busy.start()
+    await busy.join("w3", encode_snapshot(snapshot(device(), node="w3")), overtaken)
+    assert (await told(bus, "w3")).startswith("w3 is draining")
+    assert terms == [0, 9]
+    with pytest.raises(StaleTerm):
+        await told(bus, "w3", term=8)
+    assert terms == [0, 9, 8], "that term, or none"
+    await busy.close()
+
+
+async def test_a_node_that_cannot_keep_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bus, file = InProcessBus("test"), tmp_path / "w1.promises.json"
+    await asyncio.to_thread(file.mkdir)
+    monkeypatch.setattr("gpurt.cluster.worker.engine_at", lambda *_, **__: InProcessEngine(bus))
+    config = WorkerConfig("w1", "test", registry_path=tmp_path / "w1.json", simulate="h100", telemetry_s=None)
+    options: dict[str, Any] = {"check_bytes": None, "calibrate": False, "weights": None, "verify": False}
+    session = asyncio.create_task(_Session(config, as_json=False, **options).run(exit_with_stdin=False))
+    said = ""
+
+    def has(text: str) -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return text in said
+
+    monkeypatch.setattr("gpurt.cli.worker.HEARD_S", 0.01)
+    await until(lambda: has("opened backend"), "the worker")
+    assert f"; when it is started again it forgets that: {file} cannot be written: " in await told(bus, "w1")
+    await until(lambda: has("takes no new placements, until it is started again"), "the word")
+    session.cancel()
+    with suppress(asyncio.CancelledError):
+        await session
+
+
 async def test_everybody_sees_it(bus: InProcessBus, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("w1", "w2"):
         await told(bus, name)
@@ -163,6 +219,10 @@ async def test_the_worker_says_what_it_was_told(
     await end(again)
 
 
+async def _nothing(payload: bytes) -> bytes:
+    return b""
+
+
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     outcome: list[Any] = ["w1 is draining", StaleTerm("", latest=9), GPUError("there is no node 'w1'")]
     asked: list[tuple[Any, ...]] = []
@@ -195,4 +255,5 @@ def test_who_may_not(
     monkeypatch.setattr(protected, "identity_of", identity)
     assert main(["drain", "w1", "--tls", "o1"]) == 2
     assert words in (said := capsys.readouterr().err)
-    assert "which may not" in said
+    assert "which may not tell a node to drain" in said
+    assert "--role master" in said, "of an observer's certificate one would hear the same again"

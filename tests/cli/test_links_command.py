@@ -74,6 +74,14 @@ def test_an_observer_has_nothing_measured(tmp_path: Path, capsys: pytest.Capture
     assert "observer, which may not have nodes measure" in capsys.readouterr().err
 
 
+def test_who_has_measured_already_is_not_told_to() -> None:
+    assert Seen(["w1"], {}, {}).text() == (
+        "a way is between two nodes, and w1 is alone (gpurt worker --node NAME starts another)\n"
+    )
+    assert Seen([], {}, {}).text().startswith("a way is between two nodes, and there is none")
+    assert Seen(["w1", "w2"], {}, {("w1", "w2"): "refused"}).text() == "w1 -> w2: not measured: refused\n"
+
+
 def test_many_nodes_are_lines_and_what_failed_is_said() -> None:
     names = [f"n{index}" for index in range(9)]
     links = NodeLinks().with_sample("n1", 0.00021, 940e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from gpurt.cluster.shards import MAX_INSTANCES
 from gpurt.placement import PlanVersion
 
 pytestmark = pytest.mark.wide
+
+PROC = Path("/proc/self/fd").is_dir()
 
 
 def v(n: int, term: int = 1) -> PlanVersion:
@@ -144,6 +147,35 @@ async def test_what_one_node_was_told_is_nothing_to_another_with_the_same_regist
     assert (again.term, again.draining) == (7, True)
     assert again.promised("llama") == fence.promised("llama")
     assert (await started(file_of(registry, "n2"))).term == 2
+
+
+async def test_what_cannot_be_kept_is_said_and_tried_again(registry: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = file_of(registry)
+    await asyncio.to_thread(file.path.mkdir)
+    open_before = len(await asyncio.to_thread(os.listdir, "/proc/self/fd")) if PROC else 0
+    fence = await started(file)
+    assert "is not known any more, also whether it was draining: if it is to, run gpurt drain n1" in caplog.text
+    await fence.set_draining(True)
+    assert fence.draining, "it does so all the same"
+    assert f"{file.path} cannot be written: " in (fence.unkept or "")
+    assert f"{file.path}'" in (fence.unkept or ""), "the file, not the number of a descriptor"
+    assert f"forgotten at the next start of this node: {file.path} cannot be written" in caplog.text
+    if PROC:
+        assert len(await asyncio.to_thread(os.listdir, "/proc/self/fd")) == open_before
+    await asyncio.to_thread(file.path.rmdir)
+    assert not (await started(file)).draining
+    await fence.set_draining(True)
+    assert fence.unkept is None
+    assert (await started(file)).draining, "said again, it is kept"
+
+
+async def test_a_damaged_file_says_what_is_forgotten(registry: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = file_of(registry)
+    assert not (await started(file)).draining
+    assert not caplog.text, "nothing was promised yet"
+    await asyncio.to_thread(file.path.write_text, '{"schema": 1, "nodes": {"test/n1"', "utf-8")
+    assert not (await started(file)).draining
+    assert "what node n1 had promised to masters is not known any more" in caplog.text
 
 
 async def test_two_nodes_that_promise_at_the_same_moment_keep_both(registry: Path) -> None:

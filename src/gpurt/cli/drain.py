@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from gpurt.cli import observing, protected
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
+from gpurt.printable import printable
 
 if TYPE_CHECKING:
     from gpurt.cluster.bus import EventEngine
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from gpurt.cluster.state import NodeSnapshot
 
 ANSWER_S: Final = 10.0
+LISTED: Final = 16
+"""Nodes that are named where there is no such node: of a thousand nobody reads all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.errors import StaleTerm
 
-    config = observing.observer_config(args, args.cluster)
+    # First: who may not even watch is not to be sent for an observer's certificate, which may not do this either.
     observing.check_may_command(protected.identity_of(args), "tell a node to drain")
+    config = observing.observer_config(args, args.cluster)
     work = drain(config, args.node, draining=not args.undo, term=args.term, timeout_s=args.timeout)
     try:
         said = run_command(work)
@@ -82,6 +86,7 @@ async def drain(
             answered in time. GPUError: there is no such node, or its own error. InvalidName: ``node`` is none.
     """
     from gpurt.cluster.commands import request_drain
+    from gpurt.cluster.errors import StaleTerm
     from gpurt.cluster.keys import check_name
     from gpurt.cluster.view import MasterView
 
@@ -89,13 +94,20 @@ async def drain(
     async with observing.observing(config, MasterView(), command="gpurt drain", engine=engine) as master:
         before = await _state(master.engine, node, config.cluster)
         chosen = before.placement.term if term is None else term
-        await request_drain(master.engine, node, term=chosen, draining=draining, timeout=timeout_s)
+        try:
+            answer = await request_drain(master.engine, node, term=chosen, draining=draining, timeout=timeout_s)
+        except StaleTerm as exc:
+            if term is not None:
+                raise
+            # A later master has spoken to it since it was asked.
+            answer = await request_drain(master.engine, node, term=exc.latest, draining=draining, timeout=timeout_s)
     already = " already" if before.draining is draining else ""
+    forgets = f"; when it is started again it forgets that: {printable(answer.unkept)}" if answer.unkept else ""
     if not draining:
-        return f"{node} takes new placements{already or ' again'}"
+        return f"{node} takes new placements{already or ' again'}{forgets}"
     return (
         f"{node} is draining{already}: nothing new is placed on it, and what lies there stays until a plan moves it; "
-        f"gpurt drain {node} --undo ends that"
+        f"gpurt drain {node} --undo ends that{forgets}"
     )
 
 
@@ -120,7 +132,8 @@ async def _state(engine: EventEngine, node: str, cluster: str) -> NodeSnapshot:
 def _are(names: list[str]) -> str:
     if not names:
         return "is none at all"
-    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names[:LISTED])}{more}"
 
 
 def _term(text: str) -> int:

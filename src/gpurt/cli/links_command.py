@@ -65,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = observing.observer_config(args, args.cluster)
     measure = (args.bytes, args.seconds) if args.measure else None
     if measure:
         observing.check_may_command(protected.identity_of(args), "have nodes measure")
+    config = observing.observer_config(args, args.cluster)
     seen = run_command(look(config, measure=measure, nodes=args.nodes))
     sys.stdout.write(json.dumps(seen.document(), allow_nan=False) + "\n" if args.json else seen.text())
     return 1 if seen.failed else 0
@@ -91,7 +91,12 @@ class Seen:
 
     def text(self) -> str:
         """A matrix, or a line for each way where there are too many nodes for one."""
-        if not self.links:
+        if not self.links and len(self.nodes) < 2:
+            there = f"{self.nodes[0]} is alone" if self.nodes else "there is none"
+            said = f"a way is between two nodes, and {there} (gpurt worker --node NAME starts another)\n"
+        elif not self.links and self.failed:
+            said = ""  # asked to measure again, somebody would only read the same
+        elif not self.links:
             said = "no way between nodes was measured yet: gpurt links --measure has it done\n"
         elif len(self.nodes) <= MATRIX:
             from rich.console import Console

@@ -207,7 +207,8 @@ class _Session:
         self._say(*words.joined(self.config, [d.stable_id for d in worker.publisher.snapshot().gpu_devices]))
 
     def _drains(self, draining: bool) -> None:
-        self._say(*words.drains(self.config.node, draining))
+        unkept = self._worker is not None and self._worker.publisher.fence.unkept is not None
+        self._say(*words.drains(self.config.node, draining, unkept=unkept))
 
     async def _hold(self, worker: Worker, backend: GPUBackend) -> None:
         """Serve, and keep what is loaded until the worker ends."""

@@ -26,13 +26,14 @@ def unheard(config: WorkerConfig) -> Words:
     return {"event": "unheard", "node": config.node, "message": why_unheard(config)}, None
 
 
-def drains(node: str, draining: bool) -> Words:
+def drains(node: str, draining: bool, *, unkept: bool = False) -> Words:
+    """Args: ``unkept``: the next start will not know of it; why is a warning in the log."""
     if not draining:
         return {"event": "undrained", "node": node}, f"{node} takes new placements again"
     return (
         {"event": "draining", "node": node},
-        f"{node} is draining and takes no new placements, also when it is started again; gpurt drain {node} --undo "
-        "ends that",
+        f"{node} is draining and takes no new placements, {'until' if unkept else 'also when'} it is started again; "
+        f"gpurt drain {node} --undo ends that",
     )
 
 

@@ -97,6 +97,8 @@ class DrainAnswer(BaseModel):
     """The latest that it has heard of."""
     refused: str | None = None
     """In words, where the command was of an earlier one."""
+    unkept: str | None = None
+    """Why the node does it, but only until it is started again."""
 
 
 class LinksAnswer(BaseModel):
@@ -141,10 +143,10 @@ async def request_rediscovery(engine: EventEngine, node: str, *, term: int = 0, 
 
 async def request_drain(
     engine: EventEngine, node: str, *, term: int = 0, draining: bool = True, timeout: float = 10.0
-) -> None:
+) -> DrainAnswer:
     """Have ``node`` take part in no new placement, or with ``draining=False`` in placements again. It stays so, also
     when the node is started again. Its devices are not available any more in the master's view; what lies on them
-    stays until a plan moves it.
+    stays until a plan moves it. Returns what the node says: ``unkept`` is why it would forget at its next start.
 
     Args:
         term: of the master that wants it; a node refuses an earlier one than it has heard of
@@ -162,6 +164,7 @@ async def request_drain(
         raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
     if answer.refused is not None:
         raise StaleTerm(f"node {node} answered: {answer.refused}", latest=answer.term)
+    return answer
 
 
 async def send_assignment(

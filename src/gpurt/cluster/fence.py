@@ -36,6 +36,7 @@ class Fence:
     def __init__(self, file: PromiseFile | None = None) -> None:
         self._file = file
         self._promises = Promises()
+        self._unkept: str | None = None
         self._lock = asyncio.Lock()
 
     async def load(self) -> None:
@@ -52,6 +53,11 @@ class Fence:
     @property
     def draining(self) -> bool:
         return self._promises.draining
+
+    @property
+    def unkept(self) -> str | None:
+        """Why the next start of this node will not know of the latest promise; None: it will."""
+        return self._unkept
 
     def promised(self, instance: str) -> InstancePromises | None:
         """The latest plans of ``instance`` that were agreed to, by this run or an earlier one."""
@@ -99,10 +105,12 @@ class Fence:
         await self._change(change)
 
     async def set_draining(self, draining: bool) -> None:
+        """Said again, it is also written again where that could not be done before."""
         await self._change(
             lambda promises: (
                 promises if draining == promises.draining else promises.model_copy(update={"draining": draining})
-            )
+            ),
+            insist=True,
         )
 
     def _check(self, term: int) -> None:
@@ -111,23 +119,27 @@ class Fence:
                 f"command of term {term} refused: a master of term {self.term} has spoken", latest=self.term
             )
 
-    async def _change(self, change: Callable[[Promises], Promises]) -> bool:
-        """Whether there is anything to keep. The lock is held until the write has ended, also when the caller is
-        cancelled before: a later one must not be overwritten by it. What is being written is followed already."""
+    async def _change(self, change: Callable[[Promises], Promises], *, insist: bool = False) -> bool:
+        """Whether anything is new. The lock is held until the write has ended, also when the caller is cancelled
+        before: a later one must not be overwritten by it. What is being written is followed already.
+
+        Args:
+            insist: write also what is not new, where it could not be written before.
+        """
         await self._lock.acquire()
         try:
             promises = change(self._promises)
         except StaleTerm:
             self._lock.release()
             raise
-        if promises is self._promises:
+        if promises is self._promises and not (insist and self._unkept):
             self._lock.release()
             return False
-        self._promises = promises
+        changed, self._promises = promises is not self._promises, promises
         writing = asyncio.create_task(self._keep(promises), name="gpurt-cluster-promise")
         writing.add_done_callback(lambda _: self._lock.release())
         await asyncio.shield(writing)
-        return True
+        return changed
 
     async def _keep(self, promises: Promises) -> None:
         file = self._file
@@ -136,7 +148,14 @@ class Fence:
                 await off_loop("promises", lambda: file.keep(promises))
             except (OSError, GPUError) as exc:
                 # The node goes on: refusing every master until somebody frees the disk would be worse.
-                _log.warning("what was promised to a master is forgotten at the next start of this node: %s", exc)
+                self._unkept = f"{file.path} cannot be written: {exc}"
+                _log.warning(
+                    "what was promised to a master is forgotten at the next start of this node: %s (see to it that "
+                    "the file can be written: the next promise is kept with all before it, also a drain said again)",
+                    self._unkept,
+                )
+            else:
+                self._unkept = None
 
 
 def _bounded(instances: Mapping[str, InstancePromises]) -> dict[str, InstancePromises]:

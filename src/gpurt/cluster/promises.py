@@ -6,6 +6,7 @@ left, nor an earlier plan than the one it has agreed to.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpurt.placement.version import MAX_NUMBER, PlanVersion
 from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, default_registry_path
+
+_log = logging.getLogger("gpurt.cluster.promises")
 
 
 class Promised(BaseModel):
@@ -80,12 +83,21 @@ class PromiseFile(JsonFile[PromiseDocument]):
         registry = default_registry_path() if registry_path is None else Path(registry_path)
         super().__init__(registry.with_name(f"{registry.stem}.promises.json"))
         # Names have no slash in them.
-        self._place = f"{cluster}/{node}"
+        self._place, self._node = f"{cluster}/{node}", node
 
     def promises(self) -> Promises:
         """Those that are kept; none where nothing was promised, or nothing can be read, which is logged."""
         document = self.load()
-        return Promises() if document is None else document.nodes.get(self._place, Promises())
+        if document is not None:
+            return document.nodes.get(self._place, Promises())
+        if self.quarantined is not None or os.path.lexists(self.path):
+            # That a file cannot be read was said; that a node which was taken out is back would surprise.
+            _log.warning(
+                "what node %s had promised to masters is not known any more, also whether it was draining: "
+                "if it is to, run gpurt drain %s",
+                *(self._node, self._node),
+            )
+        return Promises()
 
     def keep(self, promises: Promises) -> None:
         """Replace those of this node; others' stay, also when they are written at the same moment.

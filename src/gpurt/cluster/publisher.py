@@ -348,7 +348,7 @@ class NodePublisher:
 
     async def _drain(self, command: Drain | Undrain) -> bytes:
         await self.drain(isinstance(command, Drain))
-        return encode_answer(draining=self.fence.draining, term=self.fence.term)
+        return encode_answer(draining=self.fence.draining, term=self.fence.term, unkept=self.fence.unkept)
 
 
 def _refuse_stale(error: StaleTerm) -> bytes:

@@ -128,9 +128,11 @@ class JsonFile(ABC, Generic[T]):
     def _read(self, path: Path) -> T:
         # A pipe has to be opened without waiting for its other end to be seen for one.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        # Before fdopen, which leaves a directory open, and names it by its number.
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise CorruptRegistry(f"larger than {MAX_FILE_BYTES} bytes")

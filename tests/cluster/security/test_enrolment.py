@@ -136,7 +136,7 @@ def test_names_and_folders_that_are_none(made: Made, tmp_path: Path) -> None:
     with pytest.raises(CredentialsRefused, match="the hub's name"):
         enrol(made.folder, "w9", role=Role.HUB)
     for call in (lambda: enrol(tmp_path / "none", "w1"), lambda: revoke(tmp_path / "none", "w1")):
-        with pytest.raises(CredentialsRefused, match="cannot read"):
+        with pytest.raises(CredentialsRefused, match=r"cannot read .* gpurt cluster init made"):
             call()
     assert not (tmp_path / "none").exists()
     with pytest.raises(CredentialsRefused, match="no authority"):

@@ -116,7 +116,7 @@ def enrol(
     if role is Role.HUB and name != HUB:
         raise CredentialsRefused(f"the hub's name is {HUB!r}, not {name!r}")
     folder = Path(folder)
-    place, authority = read_place(folder), _authority(folder)
+    place, authority = read_place(folder, made_by="gpurt cluster init"), _authority(folder)
     with _alone(folder):
         return _enrol(folder, place, authority, name, role, days, renew)
 
@@ -129,7 +129,7 @@ def revoke(folder: str | os.PathLike[str], name: str) -> None:
         CredentialsRefused: no such name.
     """
     folder = Path(folder)
-    read_place(folder)
+    read_place(folder, made_by="gpurt cluster init")
     with _alone(folder):
         roster = read_roster(folder / HUB)
         if roster.pop(name, None) is None:

@@ -82,13 +82,16 @@ class Identity:
         return f"tls/[::]:{port}" if "[" in self.endpoint else f"tls/0.0.0.0:{port}"
 
 
-def read_place(folder: Path) -> Place:
+def read_place(folder: Path, *, made_by: str = "gpurt cluster enrol") -> Place:
     """
+    Args:
+        made_by: the command that makes such a folder, for who has named another.
+
     Raises:
         CredentialsRefused: it is not there or not that.
     """
     try:
-        place = Place.model_validate(_json(folder / PLACE))
+        place = Place.model_validate(_json(folder / PLACE, made_by))
         check_name(place.cluster, "cluster")
         check_endpoint(place.endpoint)
     except ValidationError as exc:
@@ -204,21 +207,21 @@ def _certificate(path: Path, pem: bytes) -> x509.Certificate:
         raise CredentialsRefused(f"{path} is not a certificate") from exc
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path, made_by: str = "gpurt cluster enrol") -> Any:
     try:
-        return strict_json(_read(path), str(path))
+        return strict_json(_read(path, made_by), str(path))
     except CredentialsRefused:
         raise
     except ClusterError as exc:
         raise CredentialsRefused(exc.message) from exc
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, made_by: str = "gpurt cluster enrol") -> bytes:
     try:
         return path.read_bytes()
     except OSError as exc:
         raise CredentialsRefused(
-            f"cannot read {path}: {exc.strerror}", hint="give the folder that gpurt cluster enrol made"
+            f"cannot read {path}: {exc.strerror}", hint=f"give the folder that {made_by} made"
         ) from exc
 
 
