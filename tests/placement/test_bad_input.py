@@ -238,6 +238,7 @@ GPU = GPUDevice(
         ({"time_budget": "10"}, "time_budget", "positive"),
         ({"time_budget": 10**400}, "time_budget", "positive"),
         ({"target_gap": 10**400}, "target_gap", "0 or more"),
+        ({"cancelled": 5}, "cancelled", "a function that says whether to stop, not int"),
     ],
 )
 def test_arguments_of_another_kind(

@@ -16,16 +16,23 @@ from gpurt.placement import (
     InvalidPlacementInput,
     LayerSpec,
     ModelSpec,
+    ObjectiveKind,
     Pin,
+    PlacementCancelled,
     PlacementDevice,
+    PlanStatus,
     RelaxationKind,
     Workload,
     apply_relaxation,
     choose_device,
+    engine,
     repair_placement,
     solve_replicas,
+    solver,
     validate_plan,
 )
+from gpurt.placement.building import build_instance
+from gpurt.placement.instance import Instance
 from gpurt.placement.synthetic import model_for, synthetic_cluster
 
 SOLVER = ConstraintSatisfactionPlacement()
@@ -166,3 +173,46 @@ def test_a_moment_is_enough_for_a_plan_and_is_kept(count: int, seconds: float, r
     plan = SOLVER.solve_placement(model, devices, topology, Constraints(**rules), time_budget=0.05, target_gap=0)
     assert process_time() - begin < seconds
     assert len(plan.stages) > 1
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300])
+def test_as_long_as_it_takes_is_a_time(seconds: float) -> None:
+    model = ModelSpec.uniform("m", layers=4, size_bytes=40)
+    devices = [made(name, 30) for name in "abcd"]
+    plan = SOLVER.solve_placement(model, devices, time_budget=seconds)
+    assert (plan.status, plan.value) == (PlanStatus.OPTIMAL, SOLVER.solve_placement(model, devices).value)
+    rules = Constraints(replicas=2)
+    replicas = solve_replicas(model, devices, constraints=rules, time_budget=seconds)
+    assert replicas.value == solve_replicas(model, devices, constraints=rules).value
+
+
+def test_without_time_nothing_is_set_up_that_would_have_to_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, topology = synthetic_cluster("home", 256, 3)
+    begun: list[int] = []
+
+    def begin(instance: Instance, **more: Any) -> None:
+        begun.append(instance.size)
+
+    monkeypatch.setattr(engine, "linear_start", begin)
+    monkeypatch.setattr(engine, "highs_available", lambda: True)
+    plan = SOLVER.solve_placement(model_for(devices, 126, 0.5), devices, topology, time_budget=1e-6)
+    assert plan.stages
+    assert begun == []
+
+
+@pytest.mark.parametrize("objective", list(ObjectiveKind))
+def test_what_is_cancelled_while_it_is_set_up_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch, objective: ObjectiveKind
+) -> None:
+    devices, topology = synthetic_cluster("home", 256, 3)
+    built: list[Instance] = []
+
+    def build(*inputs: Any) -> Instance:
+        built.append(build_instance(*inputs))
+        return built[-1]
+
+    monkeypatch.setattr(solver, "build_instance", build)
+    with pytest.raises(PlacementCancelled):
+        SOLVER.solve_placement(
+            model_for(devices, 126, 0.5), devices, topology, objective=objective, cancelled=lambda: bool(built)
+        )

@@ -17,6 +17,7 @@ from gpurt.placement import (
     PlacementDevice,
     RelaxationKind,
     StageLayers,
+    Topology,
     Workload,
 )
 from gpurt.placement.infeasibility import MOST_OF_A_KIND
@@ -96,6 +97,38 @@ def test_what_fits_and_what_does_not(
     assert (report.placeable_layers, report.unplaced) == (layers, unplaced)
     assert report.short_layers == report.layers - layers
     assert "with without" not in text + report.explain()
+
+
+@pytest.mark.parametrize(
+    ("rules", "topology", "said"),
+    [
+        ({"max_link_seconds": 1e-6}, Topology(), "within max_link_seconds 1e-06 hold the whole model; to make it"),
+        ({"max_link_seconds": 1e-6, "min_stages": 2}, Topology(), "hold the whole model under the other rules; to"),
+        ({"min_stages": 2}, Topology.unconnected(), "all reach each other hold the whole model under the other rules"),
+        ({"same_backend": True, "min_stages": 2}, Topology(), "one backend hold the whole model under the other rules"),
+    ],
+)
+def test_that_no_devices_hold_the_model_is_said_of_them_under_all_rules(
+    rules: dict[str, Any], topology: Topology, said: str
+) -> None:
+    """Where one device holds it and several are asked for, the model as such finds room."""
+    room = 5 if "min_stages" in rules else 3
+    devices = [device("a", room, backend="x"), device("b", room, backend="y")]
+    with pytest.raises(InfeasiblePlacement, match=said):
+        ConstraintSatisfactionPlacement().solve_placement(model(4), devices, topology, Constraints(**rules))
+
+
+def test_layers_are_not_said_to_find_room_where_bytes_are_counted_of_fewer_devices() -> None:
+    with pytest.raises(InfeasiblePlacement) as caught:
+        ConstraintSatisfactionPlacement().solve_placement(
+            model(4), [device("a", 3), device("b", 3)], Topology.unconnected()
+        )
+    assert caught.value.report is not None
+    lines = caught.value.report.explain().splitlines()
+    assert lines[1:3] == [
+        "4.0 GiB are needed and 3.0 GiB usable on 1 device.",
+        "If all devices reached each other, 4 of 4 layers find room.",
+    ]
 
 
 def test_the_easiest_change_comes_first() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
+from typing import Final
+
+_LONGEST: Final = 1e9
+"""Seconds, decades, that stand for as long as it takes: of infinity no share can be kept back."""
 
 
 class Clock:
     """How long there is, and whether anybody still wants the answer."""
 
     def __init__(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+        seconds = min(seconds, _LONGEST)
         self.begin = monotonic()
         # What is left over is for the plan itself, its check, and for engines that look at the clock only now and then.
         self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.03, 0.3 * seconds))

@@ -59,7 +59,10 @@ class Engine(Incumbent):
             self.raise_bound(np.inf, "capacity")
             return
         exact = instance.movable and len(instance.hop) == 1 and highs_available()
-        if exact and instance.size > _MANY_UNITS and self._linear():
+        if clock.cancelled():
+            return
+        # To set up the programme alone takes half a second where there are a thousand devices.
+        if exact and instance.size > _MANY_UNITS and not clock.over() and self._linear():
             return
         if clock.left < _HURRIED:
             self._pack(LocalSearch(instance, self.seed, clock.over))

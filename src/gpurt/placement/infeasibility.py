@@ -208,7 +208,11 @@ class InfeasibilityReport(PlacementRecord):
             told = f"{size_words(self.need_bytes)} are needed and {size_words(self.usable_bytes)} usable"
             if told not in self.message:
                 lines.append(f"{told} on {counted(len(self.devices), 'device')}.")
-            if (room := self.room()) not in self.message:
+            apart = any(device.reason is FilterReason.NOT_CONNECTED for device in self.filtered)
+            if apart and not self.short_layers:
+                # Layers are counted on all devices, bytes on those that reach each other.
+                lines.append(f"If all devices reached each other, {finding_room(self.layers, self.layers)}.")
+            elif (room := self.room()) not in self.message:
                 lines.append(f"{room}.")
         for reason, times in sorted(Counter(device.reason for device in self.filtered).items()):
             mine = [device for device in self.filtered if device.reason is reason]

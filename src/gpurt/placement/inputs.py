@@ -40,7 +40,7 @@ def is_amount(value: Any) -> bool:
         return False
 
 
-def check_search(time_budget: Any, target_gap: Any, seed: Any) -> None:
+def check_search(time_budget: Any, target_gap: Any, seed: Any, cancelled: Any = None) -> None:
     """Raise :class:`InvalidPlacementInput` for what no search can be told."""
     if not (time_budget == math.inf or (is_amount(time_budget) and time_budget > 0)):
         raise InvalidPlacementInput(
@@ -50,6 +50,10 @@ def check_search(time_budget: Any, target_gap: Any, seed: Any) -> None:
         raise InvalidPlacementInput(f"it must be 0 or more, and is {shortened(repr(target_gap))}", field="target_gap")
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise InvalidPlacementInput(f"it must be an integer from 0, and is {seed!r}", field="seed")
+    if cancelled is not None and not callable(cancelled):
+        raise InvalidPlacementInput(
+            f"it must be a function that says whether to stop, not {type(cancelled).__name__}", field="cancelled"
+        )
 
 
 def check_devices(devices: Sequence[PlacementDevice], topology: Topology) -> None:

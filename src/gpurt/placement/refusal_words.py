@@ -38,11 +38,19 @@ def refusal_sentence(report: InfeasibilityReport, rules: Constraints) -> str:
     if kind is Kind.CAPABILITY:
         return "some layers find no room on the devices that can compute them"
     if kind is Kind.LINKS:
-        return "no devices that all reach each other hold the whole model"
+        return f"no devices that all reach each other hold the whole model{_beside(kind, rules)}"
     if kind is Kind.MAX_LINK_SECONDS:
         limit = f"max_link_seconds {rules.max_link_seconds:g}"
-        return f"no devices that hand over to each other within {limit} hold the whole model"
+        return f"no devices that hand over to each other within {limit} hold the whole model{_beside(kind, rules)}"
     return _of_rule(report, rules)
+
+
+def _beside(kind: ConstraintKind, rules: Constraints) -> str:
+    """That rules looked at before this one count, too: alone some devices may well hold the model."""
+    before = list(Kind)[: list(Kind).index(kind)]
+    plain = Constraints()
+    given = any(getattr(rules, each.value, None) != getattr(plain, each.value, None) for each in before)
+    return " under the other rules" if given else ""
 
 
 def _found(report: InfeasibilityReport) -> str:
@@ -71,5 +79,5 @@ def _of_rule(report: InfeasibilityReport, rules: Constraints) -> str:
             return f"{pin_words(rules.pins[0])} cannot be kept"
         return f"the {counted(len(rules.pins), 'pin')} cannot all be kept"
     if kind is Kind.SAME_BACKEND:
-        return "no devices of one backend hold the whole model"
+        return f"no devices of one backend hold the whole model{_beside(kind, rules)}"
     return f"what stage_layers says of {listed(sorted(entry.device for entry in rules.stage_layers))} cannot be kept"

@@ -81,7 +81,7 @@ def repair_placement(
     Raises: InvalidPlacementInput, InvalidPlan (``plan`` contradicts itself), InfeasiblePlacement (nothing is possible,
     and that is certain), PlacementTimeout, PlacementCancelled.
     """
-    check_search(time_budget, 0.0, seed)
+    check_search(time_budget, 0.0, seed, cancelled)
     repair = Repair(plan, model, devices, topology, constraints, policy=policy, seed=seed, cancelled=cancelled)
     stays = repair.unchanged()
     if stays is None:

@@ -63,7 +63,7 @@ def solve_replicas(
     topology = Topology() if topology is None else topology
     constraints = Constraints() if constraints is None else constraints
     kind = objective_kind(objective)
-    check_search(time_budget, target_gap, seed)
+    check_search(time_budget, target_gap, seed, cancelled)
     check_types(model, devices, topology, constraints)
     check_inputs(model, devices, topology, constraints)
     domain = constraints.replica_domain
@@ -100,7 +100,10 @@ def _solved(problem: Problem, kind: ObjectiveKind, clock: Clock, target_gap: flo
     if search.best is None:
         if clock.cancelled():
             raise PlacementCancelled("cancelled before there was a plan for every replica")
-        raise PlacementTimeout(f"no plan for {count} replicas, and no proof that there is none")
+        raise PlacementTimeout(
+            f"no plan for {count} replicas, and no proof that there is none",
+            hint="a longer time_budget may find one, as may fewer replicas",
+        )
     search.clock = clock
     best = search.polish(search.best)
     if search.ways <= EVERY:

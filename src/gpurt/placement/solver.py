@@ -67,7 +67,7 @@ class ConstraintSatisfactionPlacement:
         topology = Topology() if topology is None else topology
         constraints = Constraints() if constraints is None else constraints
         kind = objective_kind(objective)
-        check_search(time_budget, target_gap, seed)
+        check_search(time_budget, target_gap, seed, cancelled)
         check_types(model, devices, topology, constraints)
         if constraints.replicas > 1:
             raise InvalidPlacementInput("one pipeline is solved here: see solve_replicas", field="constraints.replicas")
@@ -104,7 +104,10 @@ class ConstraintSatisfactionPlacement:
                 raise PlacementCancelled("cancelled before there was a plan")
             if np.isinf(bound):
                 raise refusal(problem, seconds=_reporting(clock), cancelled=cancelled)
-            raise PlacementTimeout(f"no plan and no proof that there is none in {time_budget:g} s")
+            raise PlacementTimeout(
+                f"no plan and no proof that there is none in {time_budget:g} s",
+                hint="a longer time_budget may find one, as may fewer or wider rules",
+            )
         instance, found = best
         assert found.steps is not None
         plan = assemble(
