@@ -71,12 +71,14 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.starts = 0
 
-    async def node(self, name: str) -> Node:
+    async def node(self, name: str, *, loads: bool = True) -> Node:
         """Started, or started again after ``stop``."""
         self.starts += 1
         before = self.nodes.get(name)
         engine = await self.bus.node() if before is None else before.engine
         node = self.nodes[name] = Node(name, engine, self.folder / f"{name}.json", self.starts)
+        if not loads:
+            node.assignments.use(None)
         await node.start()
         await until(lambda: self.state(name) is NodeState.HEALTHY, f"node {name}")
         return node
@@ -404,6 +406,26 @@ async def test_a_node_that_never_heard_that_an_offer_was_called_off_lets_go_all_
     await until(lambda: cluster.shard("n2") is None, "n2 lets go")
     assert (await cluster.committer.commit(plan(*BOTH), v(4))).committed
     await cluster.loaded("n2", v(4))
+
+
+async def test_a_node_that_starts_again_gets_its_part_once_it_can_load(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker is heard before it has opened its devices, and that it has is no news that it tells."""
+    monkeypatch.setattr(committer_module, "AGAIN_FIRST_S", 0.001)
+    monkeypatch.setattr(committer_module, "AGAIN_LONGEST_S", 0.01)
+    one = await cluster.node("n1")
+    assert (await cluster.committer.commit(plan(BOTH[0]), v(1))).committed
+    await cluster.loaded("n1", v(1))
+    await one.stop()
+    again = await cluster.node("n1", loads=False)
+    refused = "node n1 refuses plan (1, 1) of llama: nobody loads models on this node yet"
+    await until(lambda: refused in caplog.text, "the refusals")
+    again.assignments.use(again.loader)
+    await cluster.loaded("n1", v(1))
+    assert len(again.loader.calls) == 1
+    assert caplog.text.count(refused) == 1, "not at each attempt"
+    assert caplog.text.count("plan (1, 1) of llama is refused") == 1, "nor at the node"
 
 
 async def test_a_node_that_ends_takes_nothing_more(cluster: Cluster) -> None:

@@ -34,7 +34,7 @@ QUESTIONS: Final = 32
 """Nodes that are spoken to at once."""
 AGAIN_FIRST_S: Final = 0.2
 AGAIN_LONGEST_S: Final = 5.0
-"""Between two attempts to reach a node that is there and does not answer."""
+"""Between two attempts to reach a node that is there and does not answer, or has no loader yet."""
 
 _NEWS: Final = frozenset(
     {ChangeKind.NODE_JOINED, ChangeKind.NODE_BACK, ChangeKind.NODE_UPDATED, ChangeKind.NODE_PLACEMENT}
@@ -136,7 +136,8 @@ class PlacementCommitter:
 
     async def run(self) -> None:
         """Until cancelled: send nodes their part again that have not confirmed it, or that have lost it because they
-        were started again. A node that refuses it is left alone until there is news of it.
+        were started again. A node that refuses it is left alone until there is news of it, but for one that has no
+        loader yet: a worker is heard before it has opened its devices.
 
         Raises:
             BusClosed: the engine was closed.
@@ -223,14 +224,23 @@ class PlacementCommitter:
         return shard.version < decided.version
 
     async def _send_until_heard(self, node: str, instance: str) -> None:
-        pause = AGAIN_FIRST_S
+        pause, said = AGAIN_FIRST_S, False
         while (decided := self._decided.get(instance)) is not None and self._misses(node, instance, decided):
             answer = await self._send(node, decided.part(node), Step.ACTIVATE)
             if self._decided.get(instance) is not decided:
                 continue  # a later plan meanwhile
             if answer.accepted:
                 return
-            if answer.refused:
+            if answer.refused and answer.reason is Refusal.NO_LOADER:
+                # That there is one now is no news that a node tells. For a moment it is nothing to complain of.
+                if not said and pause >= AGAIN_LONGEST_S:
+                    said = True
+                    _log.warning(
+                        "node %s refuses plan %s of %s: %s; it is asked again (gpurt worker --weights PATH loads, "
+                        "or in code worker.assignments.use)",
+                        *(node, decided.version, instance, answer.message),
+                    )
+            elif answer.refused:
                 _log.warning("node %s refuses plan %s of %s: %s", node, decided.version, instance, answer.message)
                 if answer.reason in (Refusal.STALE_TERM, Refusal.STALE_VERSION):
                     self.forget(instance)

@@ -17,6 +17,7 @@ from gpurt.cluster.errors import ClusterError, StaleTerm
 from gpurt.cluster.promises import Promised
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.shards import MAX_INSTANCES, MAX_MESSAGE, NodePlacement, ResidentLayers, ShardReport, ShardState
+from gpurt.placement.version import PlanVersion
 from gpurt.types import DeviceState, GPUDevice
 
 _log = logging.getLogger("gpurt.cluster.assignments")
@@ -71,6 +72,8 @@ class NodeAssignments:
         self._loader: ShardLoader | None = None
         self._instances: dict[str, _Instance] = {}
         self._lock = asyncio.Lock()
+        self._unloadable: tuple[str, PlanVersion] | None = None
+        """Of which plan it was said last that nobody loads here: a master asks again and again."""
         publisher.commands.handle(Assign, self._take, on_stale=self._refuse_stale)
 
     def use(self, loader: ShardLoader | None) -> None:
@@ -123,7 +126,7 @@ class NodeAssignments:
             except StaleTerm as exc:
                 return self._refuse_stale(exc)
             except _Refused as exc:
-                _log.warning("plan %s of %s is refused: %s", assignment.version, assignment.instance, exc)
+                self._say_refused(assignment, exc)
                 acknowledgement = Acknowledgement(
                     accepted=False,
                     term=self._fence.term,
@@ -133,6 +136,14 @@ class NodeAssignments:
                     short_bytes=exc.short,
                 )
         return acknowledgement.model_dump_json().encode()
+
+    def _say_refused(self, assignment: Assignment, refused: _Refused) -> None:
+        plan = (assignment.instance, assignment.version)
+        if refused.reason is Refusal.NO_LOADER:
+            if plan == self._unloadable:
+                return
+            self._unloadable = plan
+        _log.warning("plan %s of %s is refused: %s", assignment.version, assignment.instance, refused)
 
     def _refuse_stale(self, error: StaleTerm) -> bytes:
         _log.warning("an assignment is refused: %s", error)
