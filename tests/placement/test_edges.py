@@ -175,6 +175,14 @@ def test_a_moment_is_enough_for_a_plan_and_is_kept(count: int, seconds: float, r
     assert len(plan.stages) > 1
 
 
+@pytest.mark.parametrize("objective", list(ObjectiveKind))
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_takes_no_time_at_all_has_a_plan(objective: ObjectiveKind, layers: int) -> None:
+    model = ModelSpec(name="m", layers=(LayerSpec(weight_bytes=0, workspace_bytes_per_token=10),) * layers)
+    plan = SOLVER.solve_placement(model, [made("a", 30)], objective=objective)
+    assert (plan.value, plan.devices) == (0, ("a",))
+
+
 @pytest.mark.parametrize("seconds", [float("inf"), 1e300])
 def test_as_long_as_it_takes_is_a_time(seconds: float) -> None:
     model = ModelSpec.uniform("m", layers=4, size_bytes=40)

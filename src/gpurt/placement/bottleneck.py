@@ -26,7 +26,9 @@ def limits_of(instance: Instance) -> Floats:
     parts = [table.ravel() for table in (instance.time.inner, instance.time.first, instance.time.last)]
     parts += [instance.time.whole, instance.hop.ravel(), instance.back.ravel()]
     values = np.unique(np.concatenate(parts))
-    return values[np.isfinite(values) & (values > 0)]
+    values = values[np.isfinite(values)]
+    # What takes no time is within every limit. Only where nothing takes any is that a limit, too.
+    return values[values > 0] if (values > 0).any() else values
 
 
 def may_hold(instance: Instance, limit: float) -> bool:
