@@ -14,6 +14,7 @@ from gpurt.placement import (
     DomainLimit,
     InfeasiblePlacement,
     InvalidPlacementInput,
+    InvalidPlan,
     LayerSpec,
     ModelSpec,
     ObjectiveKind,
@@ -22,6 +23,7 @@ from gpurt.placement import (
     PlacementDevice,
     PlanStatus,
     RelaxationKind,
+    Topology,
     Workload,
     apply_relaxation,
     choose_device,
@@ -173,6 +175,45 @@ def test_a_moment_is_enough_for_a_plan_and_is_kept(count: int, seconds: float, r
     plan = SOLVER.solve_placement(model, devices, topology, Constraints(**rules), time_budget=0.05, target_gap=0)
     assert process_time() - begin < seconds
     assert len(plan.stages) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "rules", "said"),
+    [
+        ({"model": "x"}, {}, "model: the plan is for x with 2 layers, not for m with 2"),
+        ({"workload": Workload(batch=2)}, {}, "workload: the plan was made for context_tokens=0 batch=2 "),
+        ({}, {"min_stages": 3}, "stages: 2 stages, and 3 at least are allowed"),
+        ({}, {"max_nodes": 1}, "stages: 2 nodes, and 1 to 1 are allowed"),
+        ({}, {"exclude_devices": frozenset("a")}, "a: it is excluded"),
+        ({}, {"pins": (Pin(start=0, end=1, devices=frozenset("b")),)}, "pins.0: a holds some of layer 0"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said_with_the_place(
+    change: dict[str, Any], rules: dict[str, Any], said: str
+) -> None:
+    model = ModelSpec.uniform("m", layers=2, size_bytes=40)
+    devices = [made("a", 20), made("b", 20)]
+    plan = SOLVER.solve_placement(
+        model, devices, constraints=Constraints(pins=(Pin(start=0, end=1, devices=frozenset("a")),))
+    )
+    with pytest.raises(InvalidPlan, match=f"^{said}"):
+        validate_plan(model, devices, Topology(), Constraints(**rules), plan.model_copy(update=change))
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_that_there_are() -> None:
+    model = ModelSpec.uniform("m", layers=2, size_bytes=40)
+    with pytest.raises(InvalidPlacementInput, match=r"unknown name 'c' \(there are a, b\)"):
+        SOLVER.solve_placement(
+            model, [made("a", 20), made("b", 20)], constraints=Constraints(exclude_devices=frozenset("c"))
+        )
+
+
+def test_a_pin_to_what_has_left_is_named_as_it_was_given() -> None:
+    model = ModelSpec.uniform("m", layers=2, size_bytes=40)
+    rules = Constraints(pins=(Pin(start=0, end=1, devices=frozenset("a")),))
+    plan = SOLVER.solve_placement(model, [made("a", 20), made("b", 20)], constraints=rules)
+    with pytest.raises(InfeasiblePlacement, match="the pin of layer 0 to a cannot be kept: nothing that it names is"):
+        repair_placement(plan, model, [made("b", 50)], constraints=rules)
 
 
 @pytest.mark.parametrize("objective", list(ObjectiveKind))

@@ -105,6 +105,9 @@ class InvalidPlan(PlacementError, ValueError):
         self.rule = rule
         self.where = where
 
+    def __str__(self) -> str:
+        return f"{self.where}: {super().__str__()}"
+
 
 class PlacementCancelled(PlacementError):
     """The solver was told to stop before it had any plan."""

@@ -15,6 +15,7 @@ from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import MOST_TOGETHER
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology, check_names
+from gpurt.placement.words import listed
 from gpurt.printable import shortened
 
 
@@ -88,7 +89,11 @@ def check_inputs(
         *((f"pins.{place}.nodes", pin.nodes, nodes) for place, pin in enumerate(constraints.pins)),
     ):
         for name in sorted(names - known):
-            raise InvalidPlacementInput(f"unknown name {name!r}", field=f"constraints.{field}")
+            raise InvalidPlacementInput(
+                f"unknown name {name!r}",
+                field=f"constraints.{field}",
+                hint=f"there {'is' if len(known) == 1 else 'are'} {listed(sorted(known))}",
+            )
     for name in sorted(constraints.require_devices & constraints.exclude_devices):
         raise InvalidPlacementInput(f"{name!r} is excluded as well", field="constraints.require_devices")
     for name in sorted(constraints.require_nodes & constraints.exclude_nodes):

@@ -14,6 +14,7 @@ from gpurt.placement.devices import PlacementDevice
 from gpurt.placement.errors import InfeasiblePlacement
 from gpurt.placement.grouping import filter_devices
 from gpurt.placement.plan import Plan
+from gpurt.placement.rule_words import pin_words
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology
 
@@ -52,9 +53,8 @@ def present_constraints(constraints: Constraints, devices: Sequence[PlacementDev
     )
     for pin, now in zip(constraints.pins, pins, strict=True):
         if not now.devices and not now.nodes:
-            names = ", ".join(sorted(pin.devices | pin.nodes))
             raise InfeasiblePlacement(
-                f"layers {pin.start} to {pin.end - 1} are pinned to {names}, and nothing of that is left",
+                f"{pin_words(pin)} cannot be kept: nothing that it names is left",
                 constraint="pins",
                 hint="bring it back, or pin the layers to other devices",
             )

@@ -18,8 +18,10 @@ from gpurt.placement.inputs import check_types
 from gpurt.placement.plan import Plan, Stage
 from gpurt.placement.plan_form import check_form
 from gpurt.placement.recounting import Recount
+from gpurt.placement.rule_words import layers_words
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology
+from gpurt.placement.words import counted, span_words
 
 _SAME = 1e-6
 """Relative difference up to which two times are the same: sums are made in another order."""
@@ -69,9 +71,10 @@ class _Validator:
     def _form(self) -> None:
         plan, model = self.plan, self.model
         if plan.model != model.name or plan.layer_count != model.layer_count:
-            _broken("model", plan.model, f"the plan is for {plan.model} with {plan.layer_count} layers")
+            told = f"the plan is for {plan.model} with {counted(plan.layer_count, 'layer')}"
+            _broken("model", "model", f"{told}, not for {model.name} with {model.layer_count:,}")
         if plan.workload != self.rules.workload:
-            _broken("workload", "workload", "the plan was made for another workload")
+            _broken("workload", "workload", f"the plan was made for {plan.workload}, not for {self.rules.workload}")
         for name in plan.devices:
             if name not in self.by_id:
                 _broken("device", name, "no such device")
@@ -149,10 +152,12 @@ class _Validator:
         rules, plan = self.rules, self.plan
         count = len(plan.stages)
         if count < rules.min_stages or (rules.max_stages is not None and count > rules.max_stages):
-            _broken("stages", "stages", f"{count} stages")
+            allowed = span_words(rules.min_stages, rules.max_stages)
+            _broken("stages", "stages", f"{counted(count, 'stage')}, and {allowed} are allowed")
         nodes = {stage.node for stage in plan.stages}
         if len(nodes) < rules.min_nodes or (rules.max_nodes is not None and len(nodes) > rules.max_nodes):
-            _broken("nodes", "stages", f"{len(nodes)} nodes")
+            allowed = span_words(rules.min_nodes, rules.max_nodes)
+            _broken("nodes", "stages", f"{counted(len(nodes), 'node')}, and {allowed} are allowed")
         for limit in rules.domain_limits:
             inside: Counter[str] = Counter()
             for stage in plan.stages:
@@ -182,7 +187,7 @@ class _Validator:
                     continue
                 for name in stage.devices:
                     if name not in pin.devices and self.by_id[name].node not in pin.nodes:
-                        _broken("pin", f"pins.{number}", f"layers {stage.start} to {stage.end} are on {name}")
+                        _broken("pin", f"pins.{number}", f"{name} holds some of {layers_words(pin.start, pin.end)}")
 
     def _times(self) -> None:
         plan = self.plan

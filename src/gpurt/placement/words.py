@@ -30,6 +30,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def span_words(least: int, most: int | None) -> str:
+    """``2 at least``, ``2 to 4``."""
+    return f"{least:,} at least" if most is None else f"{least:,} to {most:,}"
+
+
 def listed(names: Sequence[str], most: int = 6) -> str:
     """Names in their order; of many the first, and how many follow."""
     shown = ", ".join(names[:most])
