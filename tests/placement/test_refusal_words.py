@@ -127,7 +127,7 @@ def test_layers_are_not_said_to_find_room_where_bytes_are_counted_of_fewer_devic
     lines = caught.value.report.explain().splitlines()
     assert lines[1:3] == [
         "4.0 GiB are needed and 3.0 GiB usable on 1 device.",
-        "If all devices reached each other, 4 of 4 layers find room.",
+        "4 of 4 layers would find room if all devices reached each other.",
     ]
 
 

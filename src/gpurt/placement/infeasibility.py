@@ -211,7 +211,8 @@ class InfeasibilityReport(PlacementRecord):
             apart = any(device.reason is FilterReason.NOT_CONNECTED for device in self.filtered)
             if apart and not self.short_layers:
                 # Layers are counted on all devices, bytes on those that reach each other.
-                lines.append(f"If all devices reached each other, {finding_room(self.layers, self.layers)}.")
+                layers = f"{self.layers:,} of {counted(self.layers, 'layer')}"
+                lines.append(f"{layers} would find room if all devices reached each other.")
             elif (room := self.room()) not in self.message:
                 lines.append(f"{room}.")
         for reason, times in sorted(Counter(device.reason for device in self.filtered).items()):
