@@ -4,7 +4,7 @@ Three searches, each wider than the one before, until one has a plan that is goo
 
 1. what survives stays where it is; what is lost goes to its neighbours and to spare devices, first with hardly any
    other movement, then with more of it;
-2. the solver on the same devices, for a moment; more movement around what survives; the solver again;
+2. the solver on the same devices, for a moment, and again for longer;
 3. the solver on all devices: what it does not place cannot be placed.
 """
 
@@ -37,18 +37,16 @@ _STAY: Final = 1.0
 _SHIFT: Final = 0.004
 """The same, where up to a dozen more layers move for 5 % of the objective."""
 _FAR: Final = _SHIFT / 4
-"""The same, where a bound says that there are better plans than those."""
+"""The same, where those are no good: every layer may move."""
 _SLACK: Final = 2
 """Layers that may move besides the lost ones at first: so narrow a search is the fastest."""
 _FEW: Final = 5
 """Survivors up to which their order is given up, too: of more, the search cannot see enough."""
 _SLOWEST: Final = (1.0, 1.25, 1.6, 2.5, np.inf)
 """Where the slowest stage counts: how much slower it may get, one after the other."""
-_GLANCE: Final = ((0.08, 0.0),)
-"""Seconds for the solver on the neighbourhood, and the price of movement. With all before it, that is below a quarter
-of a second; without a price it also finds how near to the best a plan is."""
-_LOOKS: Final = ((0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
-"""The same, one after the other, where that was not near enough."""
+_LOOKS: Final = ((0.08, 0.0), (0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
+"""Seconds for the solver on the neighbourhood, and the price of movement, one after the other. The first, with all
+before it, is below a quarter of a second; without a price it also finds how near to the best a plan is."""
 _CERTAIN: Final = 1.5
 """Times the tolerance that a plan may be slower than a bound, which nothing beats. What was promised may be beaten."""
 _SKIPPED: Final = 2
@@ -192,10 +190,8 @@ class Repair:
         solved: list[Candidate] = []
         settled = False
         if found or not self.whole:
-            settled = self._solve_near(_GLANCE, found, solved)
-            if not settled:
-                found += self._further(found)
-                settled = self._is_near_best(found, solved) or self._solve_near(_LOOKS, found, solved)
+            found += self._further(found)
+            settled = self._is_near_best(found, solved) or self._solve_near(found, solved)
         if not found and not settled:
             full = self._full(time_budget, needed=not solved)
             if full is not None and all(full.value <= candidate.value for candidate in solved):
@@ -247,13 +243,11 @@ class Repair:
                 raise
             return None
 
-    def _solve_near(
-        self, looks: Sequence[tuple[float, float]], found: Sequence[Candidate], solved: list[Candidate]
-    ) -> bool:
+    def _solve_near(self, found: Sequence[Candidate], solved: list[Candidate]) -> bool:
         """Add plans of the solver on the neighbourhood to ``solved``. Whether the best one known is good enough: there
         are no more looks then."""
         near, promised = self.search.devices, self.teller.promised
-        for seconds, share in looks:
+        for seconds, share in _LOOKS:
             price = share * promised / whole_bytes(self.model)
             try:
                 rules = present_constraints(self.rules, near).model_copy(update={"movement_seconds_per_byte": price})
