@@ -225,6 +225,7 @@ class TestProgramOfSoftwareBackends:
             [sys.executable, str(PROGRAM), *words], capture_output=True, text=True, timeout=120, check=False
         )
 
+    @pytest.mark.wide
     @pytest.mark.skipif(importlib.util.find_spec("mlx") is None, reason="no MLX")
     def test_life_of_a_backend(self) -> None:
         """That its first process, too, makes the software device."""

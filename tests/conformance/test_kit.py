@@ -144,6 +144,7 @@ def test_unavailable_is_skipped_and_broken_is_not(report: str) -> None:
     assert outcomes(report, "TestBroken::test_devices_are_listed_alike") == {"ERROR"}
 
 
+@pytest.mark.wide
 def test_required_backend_must_be_there(tmp_path: Path) -> None:
     arguments = ("-k", "TestMissing and devices_are_listed")
     required = _pytest(tmp_path, THIRD_PARTY, *arguments, GPURT_TEST_REQUIRE="other,mine")
@@ -152,6 +153,7 @@ def test_required_backend_must_be_there(tmp_path: Path) -> None:
     assert "1 skipped" in _pytest(tmp_path, THIRD_PARTY, *arguments, GPURT_TEST_REQUIRE="other")
 
 
+@pytest.mark.wide
 def test_excuse_for_no_test_is_an_error(tmp_path: Path) -> None:
     source = (
         "from gpurt.testing import BackendConformance\n"

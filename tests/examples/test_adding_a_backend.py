@@ -64,6 +64,7 @@ def kit(project: Path, chosen: str) -> str:
     return ended.stdout.splitlines()[-1]
 
 
+@pytest.mark.wide
 def test_the_driver_passes_its_kit(project: Path) -> None:
     assert int(re.findall(r"(\d+) passed", kit(project, "TestMappedDriver"))[0]) > 20
 

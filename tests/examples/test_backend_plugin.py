@@ -14,8 +14,11 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples/backend_plugin"
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
-    for module in ("pyopencl", "hatchling", "pip")
+    pytest.mark.wide,
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+        for module in ("pyopencl", "hatchling", "pip")
+    ),
 ]
 
 USE = """

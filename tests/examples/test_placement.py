@@ -54,6 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         each.kill()
 
 
+@pytest.mark.wide
 async def test_a_plan_is_made_loaded_and_loaded_again(start: Start) -> None:
     endpoint = f"tcp/127.0.0.1:{free_port()}"
     master = start("master", "master.py", endpoint)

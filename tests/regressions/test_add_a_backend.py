@@ -21,6 +21,7 @@ class TestMine(BackendConformance):
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [([], "decorate it with @pytest_asyncio.fixture"), (["-p", "no:asyncio"], "pip install pytest-asyncio")],

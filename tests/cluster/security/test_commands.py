@@ -71,6 +71,7 @@ def nodes(master: Command) -> dict[str, str]:
     return {change["node"]: change["node_state"] for change in master.changes() if change["node"]}
 
 
+@pytest.mark.wide
 async def test_from_init_to_a_node_that_is_enrolled_while_all_run(
     made: Made, tmp_path: Path, started: list[Command]
 ) -> None:
