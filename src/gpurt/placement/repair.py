@@ -190,8 +190,13 @@ class Repair:
         solved: list[Candidate] = []
         settled = False
         if found or not self.whole:
-            found += self._further(found)
-            settled = self._is_near_best(found, solved) or self._solve_near(found, solved)
+            further = self._further(found)
+            # Where spare devices abound, and free movement among them gains nothing, nothing does: a proof would take
+            # seconds.
+            sought = bool(found) and not self.whole and self.kind is not ObjectiveKind.THROUGHPUT
+            settled = sought and _no_better(further, found)
+            found += further
+            settled = settled or self._is_near_best(found, solved) or self._solve_near(found, solved)
         if not found and not settled:
             full = self._full(time_budget, needed=not solved)
             if full is not None and all(full.value <= candidate.value for candidate in solved):
@@ -286,3 +291,8 @@ class Repair:
 
     def _told(self, candidate: Candidate, method: RepairMethod) -> RepairResult:
         return self.teller.of_steps(self.search.instance, candidate.steps, method)
+
+
+def _no_better(further: Sequence[Candidate], found: Sequence[Candidate]) -> bool:
+    least = min(candidate.value for candidate in found)
+    return all(candidate.value >= least for candidate in further)
