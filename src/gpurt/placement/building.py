@@ -129,6 +129,8 @@ def _between(units: Sequence[Unit], members: tuple[tuple[int, ...], ...], links:
     # Most units are of one class: they are looked up together, and mixed groups one by one.
     first = np.array([found[0] for found in kinds], dtype=np.intp)
     mixed = [(number, found) for number, found in enumerate(kinds) if len(found) > 1]
+    if not mixed:
+        return table[np.ix_(first, first)]
     best = table[first]
     for number, found in mixed:
         best[number] = table[found].min(axis=0)

@@ -31,6 +31,12 @@ class Clock:
     def over(self) -> bool:
         return monotonic() >= self.deadline or self.cancelled()
 
+    def part(self, seconds: float) -> Clock:
+        """A clock for a part of the work, up to so many seconds. What the whole keeps back is not kept back again."""
+        part = Clock(seconds, self.cancelled)
+        part.deadline = min(self.deadline, part.begin + seconds)
+        return part
+
     def slice(self, seconds: float) -> Callable[[], bool]:
         """True once so many seconds are gone, or the whole time is."""
         until = min(self.deadline, monotonic() + seconds)

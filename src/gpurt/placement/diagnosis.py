@@ -78,7 +78,7 @@ _COUNTED: Final = frozenset(
     }
 )  # fmt: skip
 """Causes of bytes and numbers: counting tells them at once, and there is no search for what would help."""
-_PROMPT: Final = 0.07
+_PROMPT: Final = 0.05
 """Seconds from the beginning after which, where such a cause has one change that helps, no more are looked for."""
 _FEW: Final = 64
 """Devices up to which there is a search whatever the cause."""
@@ -204,7 +204,7 @@ class _Diagnosis:
             return Kind.LAYER
         counts_ends = count_layers(field, layers, rules, kept, budgets).high < layers.count
         usable = self._shared_once(budgets[kept].clip(0))
-        if usable < int(layers.weights.sum() + layers.kv.sum()) + layers.both:
+        if usable < layers.least:
             return Kind.MEMORY
         if not counts_ends:
             return None

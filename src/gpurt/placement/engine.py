@@ -201,7 +201,7 @@ class Engine(Incumbent):
             near = np.sort(np.argsort(through, kind="stable")[:_PROMISING])
             part = PathRelaxation(self.instance.of(near), visits.of(near)[0])
             found, _ = self._improve(part, prices.of(near), rounds=10, seconds=self.clock.left * 0.3, scale=scale)
-            if self.clock.left < 0.7 * self.took:
+            if self.clock.left < self.took:
                 break
             home = prices.home.copy()
             home[near] = found.home

@@ -193,10 +193,13 @@ class Feasibility:
         # Whatever reaches what: all devices together must do.
         if not free and count_layers(field, layers, rules, self.kept(problem), budgets).high < layers.count:
             return False, False
-        answers = {self._of_part(problem, rules, part, budgets, lay=lay) for part in self.parts(problem)}
-        if True in answers:
-            return True, False
-        return (None, True) if None in answers else (False, False)
+        unknown = False
+        for part in _large_enough(self.parts(problem), budgets, layers.least):
+            answer = self._of_part(problem, rules, part, budgets, lay=lay)
+            if answer:
+                return True, False
+            unknown |= answer is None
+        return (None, True) if unknown else (False, False)
 
     def devices_that_do(self, problem: Problem) -> list[PlacementDevice] | None:
         """Some devices on which there is a plan that keeps the rules of number, where counting knows them."""
@@ -273,6 +276,16 @@ class Feasibility:
             return Clock(max(0.01, min(self.search, self.deadline - monotonic())), self.over)
 
         return search_plan(model, topology, rules, field, sets, more_bytes, clock, engine=engine)
+
+
+def _large_enough(parts: list[Together], budgets: Ints, need: int) -> list[Together]:
+    """Those whose devices have so many bytes together: of a thousand devices on their own, no one has to be asked."""
+    if not parts:
+        return []
+    sizes = np.array([len(part.members) for part in parts], dtype=np.intp)
+    room = np.maximum(budgets[np.concatenate([part.members for part in parts])], 0)
+    held = np.add.reduceat(room, np.cumsum(sizes) - sizes)
+    return [part for part, size in zip(parts, integers(held), strict=True) if size >= need]
 
 
 def with_devices(devices: Sequence[PlacementDevice], like: PlacementDevice, count: int) -> tuple[PlacementDevice, ...]:

@@ -122,8 +122,16 @@ def grouped_cells(
     A group holds what its smallest device lets it, so that the best groups are neighbours in this order: exchange a
     larger device for a smaller one and no group loses. The table is a dynamic programme along the row.
     """
-    cells, width = budgets.shape
+    width = budgets.shape[1]
+    key = budgets.shape, budgets.tobytes(), tuple(sizes), stages == 0
+    if key not in layers.groups:
+        layers.groups[key] = _group_table(layers, budgets, sizes, width if stages != 0 else 1, counted=stages != 0)
     most = width if stages is None else min(width, max(1, stages))
+    return Cells(layers.groups[key][:, : most + 1].copy(), members)
+
+
+def _group_table(layers: LayerBytes, budgets: Ints, sizes: Sequence[int], most: int, *, counted: bool) -> Ints:
+    cells, width = budgets.shape
     rest = [np.full((cells, most + 1, 4), NEVER, dtype=np.int64) for _ in range(width + 1)]
     held: dict[int, list[Ints]] = {}
     for size in sizes:
@@ -139,7 +147,7 @@ def grouped_cells(
             if end > width:
                 continue
             after = rest[end]
-            after = after[:, :-1, :] if stages != 0 else after.max(axis=1, keepdims=True)
+            after = after[:, :-1, :] if counted else after.max(axis=1, keepdims=True)
             np.maximum(target, inner[:, end - 1] + after, out=target)
             # With the embedding: nothing besides it, or the head behind it; and the other way round.
             into = target[:, :, FIRST::2]
@@ -147,7 +155,7 @@ def grouped_cells(
             into = target[:, :, LAST:]
             np.maximum(into, last[:, end - 1] + after[:, :, :LAST], out=into)
         np.maximum(now, NEVER, out=now)
-    return Cells(rest[0], members)
+    return rest[0]
 
 
 def cells_of(

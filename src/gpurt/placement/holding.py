@@ -93,8 +93,7 @@ def room_for_every_kind(
 
 def bytes_suffice(layers: LayerBytes, rules: Rules, chosen: NDArray[np.intp], budgets: Ints) -> bool:
     """False where all weights and caches are more than the devices, or the largest allowed ones, have together."""
-    room = np.sort(np.maximum(budgets[chosen], 0))[::-1]
+    room = np.maximum(budgets[chosen], 0)
     if rules.stages is not None and max(rules.sizes) == 1:
-        room = room[: rules.stages]
-    ends = layers.both if len(room) else 0
-    return int(room.sum()) >= int(layers.weights.sum() + layers.kv.sum()) + ends
+        room = np.sort(room)[::-1][: rules.stages]
+    return int(room.sum()) >= layers.least

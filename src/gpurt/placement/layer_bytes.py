@@ -33,6 +33,13 @@ class LayerBytes:
         self.ends = model.embedding_bytes, model.head_bytes
         self.both = model.embedding_bytes + model.head_bytes - model.tied_bytes
         self._needs: dict[tuple[int, int], Ints] = {}
+        self.groups: dict[tuple[object, ...], Ints] = {}
+        """What groups of devices hold, by their bytes: worked out once for all rules that are tried on them."""
+
+    @cached_property
+    def least(self) -> int:
+        """Bytes of all layers, embedding and head, without workspaces: no set of devices holds them with less."""
+        return int(self.weights.sum() + self.kv.sum()) + self.both
 
     @property
     def total(self) -> int:

@@ -45,9 +45,17 @@ def fullest(instance: Instance, high: Ints) -> tuple[int, list[int], bool]:
     """
     chosen: list[int] = []
     exact = True
-    for node in range(int(instance.node.max()) + 1 if instance.size else 0):
-        units = np.flatnonzero((instance.node == node) & (high > 0))
-        if len(units):
+    useful = np.flatnonzero(high > 0)
+    useful = useful[np.argsort(instance.node[useful], kind="stable")]
+    count = np.bincount(instance.node[useful])
+    count = count[count > 0]
+    # A unit that has its node for itself is used as often as there are devices for it: most are that in a home.
+    lone = useful[np.cumsum(count)[count == 1] - 1]
+    uses = instance.uses[lone]
+    copies = np.where(uses > 0, instance.available // np.maximum(uses, 1), np.iinfo(np.int64).max).min(axis=1)
+    chosen += np.repeat(lone, copies).tolist()
+    for units in np.split(useful, np.cumsum(count)[:-1]):
+        if len(units) > 1:
             found, sure = _fullest_node(instance, high, units)
             chosen += found
             exact &= sure

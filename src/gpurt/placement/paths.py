@@ -28,6 +28,8 @@ _FIRST: Final = 16
 """Rows looked at first, to see which others matter."""
 
 
+_SMALL: Final = 20_000
+"""Entries of a table that is sooner gone through than searched."""
 _COARSE: Final = 400
 """Units from which on hops are looked up in single precision, rounded down: half the memory to go through."""
 _SINGLE: Final = 2.0**-23
@@ -58,6 +60,8 @@ class PathRelaxation:
         self._reach = instance.hop.min(axis=(0, 1))[visits.unit]
         """``[s]``: the cheapest way to its unit."""
         self._narrow, self._wide = _split(self._inner)
+        self._more = np.ascontiguousarray(self._inner[:, self._narrow + 1 :, self._wide])
+        """``[b, n, w]``: stages of more layers than most states hold."""
         self._last = np.ascontiguousarray(cost.last.T[:, visits.unit])
         self._ways = instance.hop[:, visits.unit[visits.source], visits.unit[visits.target]]
         self._plain = np.array_equal(visits.unit, np.arange(instance.size))
@@ -98,18 +102,20 @@ class PathRelaxation:
         more: Floats = np.minimum(inner.min(axis=0), end.min(axis=0) - offset)
         return floor, more - price
 
-    def _extend(self, block: Floats, enter: Floats, start: int) -> None:
-        """``block[n - 1]``: the least of what is there and of a stage of ``n`` layers."""
-        inner = self._inner[0 if self._inner.shape[0] == 1 else start, 1 : len(block) + 1]
+    def _extend(self, block: Floats, more: Floats, enter: Floats, start: int) -> None:
+        """``block[n - 1]``: the least of what is there and of a stage of ``n`` layers; ``more`` likewise of the states
+        that hold more than most, from one layer more on."""
+        kind = 0 if self._inner.shape[0] == 1 else start
         live = np.flatnonzero(enter < np.inf)
         if 4 * len(live) < len(enter):
+            inner = self._inner[kind, 1 : len(block) + 1]
             block[:, live] = np.minimum(block[:, live], enter[live] + inner[:, live])
             return
-        narrow = self._narrow
-        np.minimum(block[:narrow], enter + inner[:narrow], out=block[:narrow])
-        wide = self._wide
-        if len(wide) and len(block) > narrow:
-            block[narrow:, wide] = np.minimum(block[narrow:, wide], enter[wide] + inner[narrow:, wide])
+        inner = self._inner[kind, 1 : self._narrow + 1]
+        near = block[: self._narrow]
+        np.minimum(near, enter + inner[: len(near)], out=near)
+        if more.size:
+            np.minimum(more, enter[self._wide] + self._more[kind, : len(more)], out=more)
 
     def forward(self, prices: Prices, ceiling: float) -> tuple[Floats, Floats]:
         """``[e, s]`` as in :class:`Relaxation`, and the entry costs ``[b, s]``."""
@@ -120,11 +126,14 @@ class PathRelaxation:
         done = np.full((layers + 1, visits.size), np.inf)
         entry = np.full((layers + 1, visits.size), np.inf)
         floor, more = self._floors(prices, price, leave)
+        wide = np.full((layers + 1, len(self._wide)), np.inf)
         top = min(width, layers - 1)
         begin = unit_price + np.where(np.isfinite(instance.back).any(axis=0), prices.home, np.inf)
         done[1 : top + 1, visits.alone] = (instance.cost.first[:, 1 : top + 1] + begin[:, None]).T
         for start in range(1, layers):
             state = done[start]
+            if wide.size:
+                state[self._wide] = np.minimum(state[self._wide], wide[start])
             state[state + floor[start] >= ceiling] = np.inf
             lead = self._units(state)
             if not (lead < np.inf).any():
@@ -142,7 +151,8 @@ class PathRelaxation:
             enter += price
             reach = min(width, layers - 1 - start)
             if reach > 0:
-                self._extend(done[start + 1 : start + reach + 1], enter, start)
+                end = start + reach + 1
+                self._extend(done[start + 1 : end], wide[start + 1 + self._narrow : end], enter, start)
             rest = layers - start
             if rest <= width:
                 np.minimum(done[layers], enter + self._last[rest] + leave, out=done[layers])
@@ -156,6 +166,7 @@ class PathRelaxation:
         leave = self._leave(prices)[0][visits.unit]
         rest = np.full((layers + 1, visits.size), np.inf)
         rest[layers] = 0.0
+        wide = np.full((layers + 1, len(self._wide)), np.inf)
         onward = np.full((layers + 1, visits.size), np.inf)
         fixed = self._inner.shape[0] == 1
         for start in range(layers - 1, 0, -1):
@@ -164,11 +175,17 @@ class PathRelaxation:
             live = np.flatnonzero(entry[start] < np.inf)
             if not len(live):
                 continue
-            if 4 * len(live) > visits.size:
+            most_live = 4 * len(live) > visits.size
+            if most_live:
                 live = slice(None)
             if reach > 0:
-                inner = self._inner[0 if fixed else start, 1 : reach + 1][:, live]
-                take[live] = (inner + rest[start + 1 : start + reach + 1, live]).min(axis=0)
+                row, end = 0 if fixed else start, start + reach + 1
+                near = min(reach, self._narrow) if most_live else reach
+                inner = self._inner[row, 1 : near + 1][:, live]
+                take[live] = (inner + rest[start + 1 : start + near + 1, live]).min(axis=0, initial=np.inf)
+                if most_live and near < reach and wide.size:
+                    more = self._more[row, : reach - near] + wide[start + near + 1 : end]
+                    take[self._wide] = np.minimum(take[self._wide], more.min(axis=0))
             if layers - start <= width:
                 take[live] = np.minimum(take[live], (self._last[layers - start] + leave)[live])
             take += price
@@ -181,6 +198,8 @@ class PathRelaxation:
                 ways = (take[visits.target] + self._ways[kind])[self._by_source]
                 near = np.minimum.reduceat(ways, self._source_starts)
                 rest[start, self._source] = np.minimum(rest[start, self._source], near)
+            if wide.size:
+                wide[start] = rest[start, self._wide]
         return rest, onward
 
     def trace(self, done: Floats, entry: Floats, prices: Prices) -> tuple[tuple[Step, ...], int]:
@@ -278,6 +297,10 @@ def _cheapest(table: Table, least: Table, least_to: Table, lead: Floats, most: F
     ``least`` and ``least_to`` are the least of each row and each column of the table. With a table in single precision
     the answer is rounded down.
     """
+    if table.size <= _SMALL:
+        found = (table + lead[:, None]).min(axis=0)
+        found[found >= most] = np.inf
+        return found
     found = np.full(len(least_to), np.inf)
     wanted = np.flatnonzero(lead.min() + least_to < most)
     if not len(wanted):

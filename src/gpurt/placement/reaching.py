@@ -61,11 +61,14 @@ def together(
     alike = cells[:, None] == cells[None, :]
     found: list[Together] = []
     for circle in _components(back | alike if groups else back):
-        inside = np.ix_(circle, circle)
+        inside = np.ix_(circle, circle) if len(circle) < len(back) else ...
         # The way back is not limited, so that one limited way suffices between two devices.
         ways = able[inside] | able[inside].T
         for part in _components(ways | alike[inside] if groups else ways):
             members = circle[part]
+            if len(members) == 1:
+                found.append(Together(members, None, None))
+                continue
             block = np.ix_(members, members)
             every = bool(sure[block].all())
             found.append(Together(members, None if every else sure[block], None if every else back[block]))
@@ -75,6 +78,8 @@ def together(
 def _components(near: Bools) -> list[NDArray[np.intp]]:
     """Strongly connected components, rows as integers of so many bits."""
     size = len(near)
+    if near.all():
+        return [np.arange(size)] if size else []
 
     def rows(table: Bools) -> list[int]:
         packed = np.packbits(table, axis=1, bitorder="little")

@@ -87,7 +87,7 @@ class ConstraintSatisfactionPlacement:
             if cancelled():
                 break
             first = (_FIRST_TRY if ruled else 1.0) * clock.left
-            share = Clock(max(0.01, first / (len(parts) - place)), cancelled)
+            share = clock.part(max(0.01, first / (len(parts) - place)))
             instance = build_instance(model, part, topology, constraints)
             found = _solve(instance, kind, share, seed=seed, target_gap=target_gap)
             if not instance.complete:

@@ -177,8 +177,8 @@ def _dense(topology: Topology, devices: Sequence[PlacementDevice]) -> LinkMatrix
     ):
         assumed = topology.classes.get(locality)
         if assumed is not None:
-            latency[where] = assumed.latency_seconds
-            bandwidth[where] = assumed.bandwidth
+            np.copyto(latency, assumed.latency_seconds, where=where)
+            np.copyto(bandwidth, assumed.bandwidth, where=where)
     estimated = np.ones((size, size), dtype=np.bool_)
     index = {device.id: position for position, device in enumerate(devices)}
     members: dict[str, list[int]] = {}
@@ -227,13 +227,13 @@ def _apply_table(
     if not of_devices:
         row_of = row_of[node]
     pair = np.ix_(row_of, row_of)
-    said = (row_of[:, None] >= 0) & (row_of[None, :] >= 0) & ~np.isnan(table.latency_seconds[pair])
-    said &= ~np.isnan(table.bandwidth[pair])
+    given, rate = table.latency_seconds[pair], table.bandwidth[pair]
+    said = (row_of[:, None] >= 0) & (row_of[None, :] >= 0) & ~np.isnan(given) & ~np.isnan(rate)
     if not of_devices:
         said &= node[:, None] != node[None, :]
-    latency[said] = table.latency_seconds[pair][said]
-    bandwidth[said] = table.bandwidth[pair][said]
-    estimated[said] = False
+    np.copyto(latency, given, where=said)
+    np.copyto(bandwidth, rate, where=said)
+    estimated &= ~said
 
 
 def check_names(topology: Topology, devices: Sequence[PlacementDevice]) -> None:

@@ -161,6 +161,8 @@ def _visits(instance: Instance, groups: list[list[int]], need_of: Ints, limits_o
     alone = np.zeros(size, dtype=np.int64)
     group = np.zeros(size, dtype=np.int64)
     there: Bools = np.asarray(np.any(np.isfinite(instance.hop), axis=0))
+    # Most units are alone, and once: nothing is to be remembered of them but that.
+    once: list[bool] = (np.any(2 * need_of > limits_of, axis=1) & np.all(need_of <= limits_of, axis=1)).tolist()
     last: list[Ints] = []
     sources: list[Ints] = []
     targets: list[Ints] = []
@@ -168,6 +170,11 @@ def _visits(instance: Instance, groups: list[list[int]], need_of: Ints, limits_o
     for number, units in enumerate(groups):
         group[units] = number
         members = np.array(units, dtype=np.int64)
+        if len(units) == 1 and once[units[0]]:
+            last.append(members)
+            alone[members] = count
+            count += 1
+            continue
         kinds = np.flatnonzero(need_of[members].any(axis=0))
         limits = limits_of[kinds]
         need = need_of[np.ix_(members, kinds)]
@@ -194,6 +201,7 @@ def _visits(instance: Instance, groups: list[list[int]], need_of: Ints, limits_o
         sources.append(count + state)
         targets.append(number_of[mask[state] + step[after], after])
         count += len(before)
-    source, target = np.concatenate(sources), np.concatenate(targets)
+    nothing = np.empty(0, dtype=np.int64)
+    source, target = np.concatenate([nothing, *sources]), np.concatenate([nothing, *targets])
     order = np.lexsort((source, target))
     return Visits(np.concatenate(last), alone, group, source[order], target[order])
