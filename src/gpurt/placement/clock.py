@@ -17,7 +17,7 @@ class Clock:
         seconds = min(seconds, _LONGEST)
         self.begin = monotonic()
         # What is left over is for the plan itself, its check, and for engines that look at the clock only now and then.
-        self.deadline = self.begin + seconds - max(0.04 * seconds, min(0.03, 0.3 * seconds))
+        self.deadline = self.begin + seconds - max(0.04 * seconds, _step(seconds))
         self.cancelled = cancelled
 
     @property
@@ -32,12 +32,17 @@ class Clock:
         return monotonic() >= self.deadline or self.cancelled()
 
     def part(self, seconds: float) -> Clock:
-        """A clock for a part of the work, up to so many seconds. What the whole keeps back is not kept back again."""
+        """A clock for a part of the work, up to so many seconds; nothing is kept back again for what comes behind."""
         part = Clock(seconds, self.cancelled)
-        part.deadline = min(self.deadline, part.begin + seconds)
+        part.deadline = min(self.deadline, part.begin + seconds - _step(seconds))
         return part
 
     def slice(self, seconds: float) -> Callable[[], bool]:
         """True once so many seconds are gone, or the whole time is."""
         until = min(self.deadline, monotonic() + seconds)
         return lambda: monotonic() >= until or self.cancelled()
+
+
+def _step(seconds: float) -> float:
+    """Seconds kept back for engines that have just looked at the clock."""
+    return min(0.03, 0.3 * seconds)

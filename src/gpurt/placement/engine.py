@@ -37,6 +37,10 @@ _SCARCE: Final = 1.5
 """Times the layers that the devices hold, up to which plans begin with the fullest use of every node."""
 _ROUGH: Final = 0.01
 """Gap to be reached first where there are more units than the integer programme can take."""
+_ROUNDS: Final = (20, 40)
+"""Least and most steps in the first look for prices."""
+_WORK: Final = 720
+"""Units times steps of it: every arc that good prices leave out helps the integer programme, but time does so, too."""
 _COUNTABLE: Final = 0.015
 """Share between bound and limit up to which the beginnings below the limit may be few enough to look at all."""
 _HOPELESS: Final = 0.01
@@ -72,7 +76,7 @@ class Engine(Incumbent):
             paths = PathRelaxation(instance)
             prices = no_prices(instance)
             if clock.left > _HURRIED:
-                prices, _ = self._improve(paths, prices, rounds=40, seconds=clock.left * 0.2)
+                prices, _ = self._improve(paths, prices, rounds=_rounds(instance.size), seconds=clock.left * 0.2)
             self._relaxed(paths, prices)
             assert self.relaxation is not None
             if not np.isfinite(self.relaxation.value):
@@ -319,3 +323,8 @@ class Engine(Incumbent):
         if result.units is not None:
             self.offer(Filling(instance).steps(result.units), "cp-sat")
         self.raise_bound(min(result.bound, max(self.limit, self.bound)), "cp-sat")
+
+
+def _rounds(units: int) -> int:
+    least, most = _ROUNDS
+    return min(most, max(least, _WORK // max(1, units)))

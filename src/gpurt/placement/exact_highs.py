@@ -117,6 +117,8 @@ def solve_highs(
         best = min(best, on_order(order))
         if whole:
             return ExactResult(order, bound, status == kinds.kOptimal)
+        if bound >= best * (1 - gap):
+            return ExactResult(None, bound, True)
         if not model.cut(values) or status != kinds.kOptimal:
             return ExactResult(None, bound, False)
 

@@ -235,7 +235,7 @@ class FlowModel:
                 continue
             inside = minimum_cut(self.size, edges, entry, int(unit), float(use[unit]) - 1e-4)
             if inside is not None:
-                sets.add(inside)
+                sets.update(inside)
         for inside in sets:
             member = np.zeros(self.size, dtype=np.bool_)
             member[list(inside)] = True

@@ -27,8 +27,9 @@ def walked(nexts: list[list[int]], begin: int) -> list[int]:
 
 def minimum_cut(
     size: int, edges: Sequence[tuple[int, int, float]], entry: Floats, target: int, below: float
-) -> frozenset[int] | None:
-    """The units on the target's side of a minimum cut from outside, where less than ``below`` goes through it."""
+) -> tuple[frozenset[int], frozenset[int]] | None:
+    """The units on the target's side of a minimum cut from outside, where less than ``below`` goes through it: as many
+    as possible, and as few."""
     source = size
     capacity: list[dict[int, float]] = [{} for _ in range(size + 1)]
     for tail, head, flow in edges:
@@ -49,7 +50,9 @@ def minimum_cut(
                     parent[other] = node
                     queue.append(other)
         if target not in parent:
-            return frozenset(range(size)).difference(parent) if total < below else None
+            if total >= below:
+                return None
+            return frozenset(range(size)).difference(parent), _reaching(capacity, target)
         room, node = np.inf, target
         while node != source:
             room = min(room, capacity[parent[node]][node])
@@ -62,3 +65,15 @@ def minimum_cut(
         total += room
         if total >= below:
             return None
+
+
+def _reaching(capacity: list[dict[int, float]], target: int) -> frozenset[int]:
+    """Nodes from which there is a way to the target."""
+    found, queue = {target}, [target]
+    for node in queue:
+        for other in capacity[node]:
+            # Every arc has its opposite.
+            if other not in found and capacity[other][node] > EPS:
+                found.add(other)
+                queue.append(other)
+    return frozenset(found)
