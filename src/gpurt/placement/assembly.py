@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -129,10 +130,14 @@ def _hop(instance: Instance, groups: list[list[int]], source: int, target: int, 
 def _stage(instance: Instance, step: Step, group: list[int]) -> Stage:
     model, work, devices = instance.model, instance.constraints.workload, instance.devices
     share = len(group)
-    memory = compute = overhead = links = 0.0
-    for layer in model.layers[step.start : step.end]:
+    memory = compute = links = 0.0
+    launch = max(devices[index].launch_seconds for index in group)
+    held = model.layers[step.start : step.end]
+    # Most layers of a model are the very same ones.
+    times = Counter(id(layer) for layer in held)
+    for layer in {id(layer): layer for layer in held}.values():
+        count = times[id(layer)]
         total = group_layer_seconds(layer, group, devices, instance.links, work)
-        launch = max(devices[index].launch_seconds for index in group)
         sums = (
             2 * allreduce_seconds(instance.links, group, layer.activation_bytes_per_token * work.batch)
             if share > 1
@@ -145,11 +150,11 @@ def _stage(instance: Instance, step: Step, group: list[int]) -> Stage:
             read / devices[index].memory_bandwidth >= layer.flops_per_token * work.batch / devices[index].compute_flops
             for index in group
         )
-        busy = total - launch - sums
+        busy = count * (total - launch - sums)
         memory += busy if waits_for_memory else 0.0
         compute += 0.0 if waits_for_memory else busy
-        overhead += launch
-        links += sums
+        links += count * sums
+    overhead = launch * len(held)
     if step.end == model.layer_count:
         memory += max(head_seconds(model, devices[index], share, work.batch) for index in group)
     return Stage(

@@ -8,6 +8,7 @@ makes the programme a heuristic (a dearer beginning with other spares may have e
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,8 +75,9 @@ class Survivors:
         # Hardly ever touched beyond a few states for each layer: memory is taken where something is written.
         self.used = np.zeros((*shape, self.rows.shape[1]), dtype=np.int16)
         self.live = np.zeros((self.layers + 1, states), dtype=np.bool_)
-        self.limit = np.inf
-        self.rest = np.zeros(self.layers + 1)
+        self.open = np.array([self._until(row) for row in range(states)])
+        self.ceiling = np.full(self.layers + 1, np.inf)
+        """``[done]``: what a beginning has to cost less than."""
 
     def best(self, price: float, limit: float = np.inf) -> tuple[Step, ...] | None:
         """The cheapest plan where a byte that has to be loaded costs ``price``; None where none was found that costs
@@ -83,13 +85,12 @@ class Survivors:
         self.value.fill(np.inf)
         self.slot.fill(-1)
         self.live.fill(False)
-        self.limit = limit
-        self.rest = self._least(price)
+        self.ceiling = limit - self._least(price)
         finals: list[tuple[float, int, int, int, int]] = []
         moved = self.moved * price
         self._begin(moved)
         for done in range(1, self.layers):
-            rows = np.array([row for row in self.live[done].nonzero()[0] if self._open(done, int(row))], dtype=np.intp)
+            rows = (self.live[done] & (done < self.open)).nonzero()[0]
             if len(rows):
                 self._onward(done, rows, moved, finals)
         return self._cheapest(finals, moved)
@@ -110,10 +111,11 @@ class Survivors:
         load = np.diff(self.moved[units], axis=1).min(axis=0) * price
         return np.concatenate([np.cumsum((load + each)[::-1])[::-1], [0.0]])
 
-    def _open(self, done: int, row: int) -> bool:
-        """Whether the survivors that follow can still have a part of their layers."""
-        ahead = self.kept[row : row + 1 + self.skip]
-        return len(self.kept) - row <= self.skip or any(done < kept.end for kept in ahead)
+    def _until(self, row: int) -> int:
+        """Layers done from which on none of the survivors that follow can have a part of its own any more."""
+        if len(self.kept) - row <= self.skip:
+            return self.layers
+        return max(kept.end for kept in self.kept[row : row + 1 + self.skip])
 
     def _begin(self, moved: Floats) -> None:
         cost, reach = self.instance.cost, min(self.width, self.layers - 1)
@@ -146,43 +148,46 @@ class Survivors:
             free = (room[:, :, self.spare_index] >= self.spare_need).all(axis=3)
             lead = np.where(free, values[:, :, None] + self.to_spares[instance.boundary[done]][units], np.inf)
             came = lead.argmin(axis=1)
-            enter = np.take_along_axis(lead, came[:, None], axis=1)[:, 0]
-            enter[enter + self.rest[done] >= self.limit] = np.inf
+            each, column = np.arange(len(rows))[:, None], np.arange(len(spares))
+            enter = lead[each, came, column]
+            enter[enter >= self.ceiling[done]] = np.inf
             if reach > 0:
                 ends = slice(done + 1, done + reach + 1)
                 run = inner[spares, 1 : reach + 1] + moved[spares, ends] - moved[spares, done, None]
                 self._put(ends, rows, slice(0, -1), enter[:, :, None] + run, done, rows, came)
             if left <= self.width:
                 total = enter + instance.cost.last[spares, left] + moved[spares, -1] - moved[spares, done]
-                total = total + instance.back[spares, np.take_along_axis(first, came, axis=1)]
+                total = total + instance.back[spares, first[each, came]]
                 total[len(self.kept) - rows > self.skip] = np.inf
                 for place, slot in zip(*np.isfinite(total).nonzero(), strict=True):
                     origin = int(rows[place]), int(came[place, slot])
                     finals.append((float(total[place, slot]), done, *origin, int(spares[slot])))
-        for number in range(int(rows[0]), min(len(self.kept), int(rows[-1]) + 1 + self.skip)):
+        states: list[int] = rows.tolist()
+        for number in range(states[0], min(len(self.kept), states[-1] + 1 + self.skip)):
             kept = self.kept[number]
-            near = ((rows <= number) & (number <= rows + self.skip)).nonzero()[0]
-            if done >= kept.end or not len(near):
+            low, high = bisect_left(states, number - self.skip), bisect_right(states, number)
+            if done >= kept.end or low == high:
                 continue
-            unit = kept.unit
+            unit, near = kept.unit, slice(low, high)
             free = (room[near][:, :, self.index[unit]] >= self.need[unit]).all(axis=2)
             lead = np.where(free, values[near] + hop[units[near], unit], np.inf)
             place, slot = divmod(int(lead.argmin()), lead.shape[1])
-            if not lead[place, slot] + self.rest[done] < self.limit:
+            if not lead[place, slot] < self.ceiling[done]:
                 continue
             begin = max(done, kept.start) + 1
             if reach > 0 and begin <= done + reach:
                 ends = slice(begin, done + reach + 1)
                 cost = lead[place, slot] + inner[unit, begin - done : reach + 1] + moved[unit, ends] - moved[unit, done]
-                row = near[place : place + 1]
+                row = low + place
                 target = np.array([number + 1], dtype=np.intp)
-                self._put(ends, target, slice(-1, None), cost[None, None], done, rows[row], np.array([[slot]]))
+                before = rows[row : row + 1]
+                self._put(ends, target, slice(-1, None), cost[None, None], done, before, np.array([[slot]]))
             if len(self.kept) - number - 1 <= self.skip and left <= self.width:
                 total = lead + instance.cost.last[unit, left] + moved[unit, -1] - moved[unit, done]
                 total = total + instance.back[unit, first[near]]
                 for place, slot in enumerate(map(int, total.argmin(axis=1))):
                     if np.isfinite(total[place, slot]):
-                        finals.append((float(total[place, slot]), done, int(rows[near[place]]), slot, unit))
+                        finals.append((float(total[place, slot]), done, states[low + place], slot, unit))
 
     def _inherit(self, done: int, rows: NDArray[np.intp], units: NDArray[np.intp]) -> tuple[Ints, Ints]:
         """What the beginnings have used, and with which unit they began, from where they came."""
@@ -198,7 +203,7 @@ class Survivors:
     def _put(self, ends: slice, rows: Ints, slots: slice, cost: Floats, done: int, before: Ints, came: Ints) -> None:
         """Keep what is cheaper than what was there. ``cost[row, slot, n]``, ``before[row]``, ``came[row, slot]``."""
         there = self.value[rows, slots, ends]
-        row, slot, place = (cost < np.minimum(there, self.limit - self.rest[ends])).nonzero()
+        row, slot, place = ((cost < there) & (cost < self.ceiling[ends])).nonzero()
         if not len(row):
             return
         state, layer = rows[row], place + ends.start
