@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from time import monotonic
 from typing import Final
 
 import numpy as np
 
-from gpurt.placement.beam import Beam
-from gpurt.placement.elimination import through_units, useful_arcs
+from gpurt.placement.elimination import useful_arcs
 from gpurt.placement.every_order import any_plan
 from gpurt.placement.exact_cpsat import PAIR_LIMIT, cpsat_available, solve_cpsat, stage_count
 from gpurt.placement.exact_highs import highs_available, linear_start, solve_highs
 from gpurt.placement.filling import Filling
-from gpurt.placement.incumbent import PROVEN_GAP, Found, Incumbent
+from gpurt.placement.incumbent import PROVEN_GAP, Found
 from gpurt.placement.instance import Floats
-from gpurt.placement.packing import capacities, fullest, packed, rounded
+from gpurt.placement.packing import capacities, fullest, rounded
 from gpurt.placement.paths import PathRelaxation
-from gpurt.placement.prices import improve
+from gpurt.placement.proof import Proof
 from gpurt.placement.relaxation import Prices, Step, no_prices
 from gpurt.placement.search import LocalSearch
-from gpurt.placement.visits import GROUP_STATES, remembering
 
 _WIDTHS: Final = (100, 1000, 8000)
 _HURRIED: Final = 0.08
@@ -31,8 +28,6 @@ _LAYER_SECONDS: Final = 3e-4
 _MANY_STAGES: Final = 10
 _MANY_UNITS: Final = 100
 _FEW_UNITS: Final = 40
-_PROMISING: Final = 100
-"""Units among which prices are looked for."""
 _SCARCE: Final = 1.5
 """Times the layers that the devices hold, up to which plans begin with the fullest use of every node."""
 _ROUGH: Final = 0.01
@@ -41,15 +36,11 @@ _ROUNDS: Final = (20, 40)
 """Least and most steps in the first look for prices."""
 _WORK: Final = 720
 """Units times steps of it: every arc that good prices leave out helps the integer programme, but time does so, too."""
-_COUNTABLE: Final = 0.015
-"""Share between bound and limit up to which the beginnings below the limit may be few enough to look at all."""
-_HOPELESS: Final = 0.01
-"""Gap from which on paths that remember have to show a rise of the bound, or are given up."""
 _UNIT_LIMIT: Final = 600
 """Units up to which the integer programme is tried."""
 
 
-class Engine(Incumbent):
+class Engine(Proof):
     """``target_gap``: stop as soon as the plan is proved to be that close to the best."""
 
     def run(self) -> Found:
@@ -127,30 +118,12 @@ class Engine(Incumbent):
         search = LocalSearch(self.instance, self.seed + 1, clock.over)
         self._descend(search, rounds=400)
 
-    def _pack(self, search: LocalSearch) -> None:
-        order = packed(self.instance, search.filling, self.clock.over) if self.instance.movable else None
-        if order is not None:
-            units, _ = search.run(order, search.value(order), rounds=0)
-            self.offer(search.filling.steps(units), "packing")
-
     def _held(self) -> float:
         """Layers that the devices hold at most; infinite where nobody knows."""
         if not self.instance.size:
             return 0
         held, _, exact = fullest(self.instance, capacities(self.instance))
         return held if exact and self.instance.complete else np.inf
-
-    def _improve(
-        self, paths: PathRelaxation, prices: Prices, *, rounds: int, seconds: float, scale: float = 1.0
-    ) -> tuple[Prices, float]:
-        stop = self.clock.slice(seconds)
-        return improve(paths, prices, lambda: self.limit, rounds=rounds, stop=stop, gap=self.target / 2, scale=scale)
-
-    def _relaxed(self, paths: PathRelaxation, prices: Prices) -> None:
-        begin = monotonic()
-        self.relaxation = paths.solve(prices, limit=self.limit)
-        self.took = monotonic() - begin
-        self.raise_bound(self.relaxation.bound, "paths")
 
     def _linear(self) -> bool:
         """Begin with the linear relaxation, which is soonest done where there are many units: prices, a plan, and fewer
@@ -189,91 +162,6 @@ class Engine(Incumbent):
         found = rough.found()
         self.offer(found.steps, "beam")
         self.raise_bound(found.bound, found.proof or "paths")
-
-    def _remember(self, seconds: float) -> bool:
-        """Raise the bound with paths that remember, and leave out units as it rises. Whether all is done."""
-        over = self.clock.slice(seconds)
-        scale, states = 0.5, GROUP_STATES
-        # What is begun is finished, so nothing is begun that takes longer than there is time.
-        while not over() and not self.done() and self.clock.left > self.took:
-            relaxation = self.relaxation
-            assert relaxation is not None
-            before, gap = self.bound, self.value - self.bound
-            prices, through = relaxation.prices, through_units(relaxation)
-            visits = remembering(self.instance, through, states)
-            # Prices are looked for among the promising units, where a step is cheap; then all units are asked.
-            near = np.sort(np.argsort(through, kind="stable")[:_PROMISING])
-            part = PathRelaxation(self.instance.of(near), visits.of(near)[0])
-            found, _ = self._improve(part, prices.of(near), rounds=10, seconds=self.clock.left * 0.3, scale=scale)
-            if self.clock.left < self.took:
-                break
-            home = prices.home.copy()
-            home[near] = found.home
-            self._relaxed(PathRelaxation(self.instance, visits), Prices(found.use, home))
-            self._reduce()
-            rise = self.bound - before
-            if self._certify():
-                return True
-            if rise > 0.2 * gap:
-                self._beam(24)
-            elif rise < 0.05 * gap and self.gap() > _HOPELESS:
-                # What is missing is not a matter of going to and fro.
-                break
-            elif rise < 0.1 * gap:
-                # Shorter steps and a longer memory.
-                scale, states = scale * 0.7, states * 2
-                if scale < 0.05:
-                    break
-        return self.done()
-
-    def _certify(self) -> bool:
-        """Look at every beginning of a plan below a limit, as long as they are few. Whether all is done."""
-        relaxation = self.relaxation
-        assert relaxation is not None
-        through = through_units(relaxation)
-        shares = (0.5, 0.8, 1.0)
-        if self.aim > PROVEN_GAP:
-            # One step is all that is wanted, as soon as it is a small one.
-            shares = (1.0,) if self.limit - self.bound < _COUNTABLE * self.value else ()
-        for share in shares:
-            limit = self.bound + share * (self.limit - self.bound)
-            chosen = np.flatnonzero(through < limit)
-            beam = Beam(self.instance.of(chosen), relaxation.of(chosen), width=_WIDTHS[2], limit=limit, whole=True)
-            found = beam.run(self.clock.over)
-            for _, steps in found.plans[:4]:
-                self.offer(tuple(replace(step, unit=int(chosen[step.unit])) for step in steps), "beam")
-            if found.exhausted:
-                self.raise_bound(min(limit, self.value), "labels")
-            if not found.exhausted or self.done() or found.peak > _WIDTHS[2] // 8:
-                break
-        return self.done()
-
-    def _beam(self, width: int, seconds: float = np.inf) -> bool:
-        """Whether the search was complete, so that the best plan is the best there is."""
-        relaxation = self.relaxation
-        assert relaxation is not None
-        beam = Beam(self.instance, relaxation, width=width, limit=self.limit)
-        before = self.limit
-        found = beam.run(self.clock.slice(min(seconds, self.clock.left)))
-        for _, steps in found.plans[:4]:
-            self.offer(steps, "beam")
-        if found.exhausted:
-            self.raise_bound(min(before, self.value), "labels")
-        return found.exhausted
-
-    def _descend(self, search: LocalSearch, *, rounds: int) -> None:
-        if self.steps is None:
-            return
-        units = tuple(step.unit for step in self.steps)
-        units, _ = search.run(units, search.value(units), rounds=rounds)
-        self.offer(search.filling.steps(units), "local search")
-
-    def _reduce(self) -> None:
-        """Leave out the units that no better plan uses."""
-        relaxation = self.relaxation
-        if relaxation is None or self.steps is None:
-            return
-        self.keep(through_units(relaxation) < self.limit)
 
     def _highs(self, seconds: float) -> None:
         relaxation = self.relaxation
