@@ -26,16 +26,11 @@ _HURRIED: Final = 0.08
 _LAYER_SECONDS: Final = 3e-4
 """Of a relaxation of few units; where there is less time, a plan is enough."""
 _MANY_STAGES: Final = 10
-_MANY_UNITS: Final = 100
 _FEW_UNITS: Final = 40
 _SCARCE: Final = 1.5
 """Times the layers that the devices hold, up to which plans begin with the fullest use of every node."""
 _ROUGH: Final = 0.01
 """Gap to be reached first where there are more units than the integer programme can take."""
-_ROUNDS: Final = (20, 40)
-"""Least and most steps in the first look for prices."""
-_WORK: Final = 720
-"""Units times steps of it: every arc that good prices leave out helps the integer programme, but time does so, too."""
 _UNIT_LIMIT: Final = 600
 """Units up to which the integer programme is tried."""
 
@@ -56,18 +51,18 @@ class Engine(Proof):
         exact = instance.movable and len(instance.hop) == 1 and highs_available()
         if clock.cancelled():
             return
-        # To set up the programme alone takes half a second where there are a thousand devices.
-        if exact and instance.size > _MANY_UNITS and not clock.over() and self._linear():
+        # To set up the programme alone takes a quarter of a second where there are a thousand devices.
+        if exact and not clock.over() and self._linear():
             return
         if clock.left < _HURRIED:
-            self._pack(LocalSearch(instance, self.seed, clock.over))
+            self._pack(LocalSearch(self.instance, self.seed, clock.over))
             if self.steps is not None and clock.left < _LAYER_SECONDS * instance.layers:
                 return
         if self.relaxation is None:
             paths = PathRelaxation(instance)
             prices = no_prices(instance)
             if clock.left > _HURRIED:
-                prices, _ = self._improve(paths, prices, rounds=_rounds(instance.size), seconds=clock.left * 0.2)
+                prices, _ = self._improve(paths, prices, rounds=40, seconds=clock.left * 0.2)
             self._relaxed(paths, prices)
             assert self.relaxation is not None
             if not np.isfinite(self.relaxation.value):
@@ -147,6 +142,8 @@ class Engine(Proof):
             self.keep(np.minimum(start.through, whole) < self.limit)
         prices = Prices(start.prices, no_prices(self.instance).home)
         self._relaxed(PathRelaxation(self.instance), prices)
+        if not np.isfinite(self.bound):
+            return True
         self._reduce()
         self._beam(16)
         return self.done()
@@ -211,8 +208,3 @@ class Engine(Proof):
         if result.units is not None:
             self.offer(Filling(instance).steps(result.units), "cp-sat")
         self.raise_bound(min(result.bound, max(self.limit, self.bound)), "cp-sat")
-
-
-def _rounds(units: int) -> int:
-    least, most = _ROUNDS
-    return min(most, max(least, _WORK // max(1, units)))
