@@ -58,9 +58,10 @@ class Engine(Proof):
             self._pack(LocalSearch(self.instance, self.seed, clock.over))
             if self.steps is not None and clock.left < _LAYER_SECONDS * instance.layers:
                 return
-        if self.relaxation is None:
-            paths = PathRelaxation(instance)
-            prices = no_prices(instance)
+        if self.relaxation is None or self.steps is None:
+            # Other prices lead to other plans: where the linear ones led to none, these often do.
+            paths = PathRelaxation(self.instance)
+            prices = no_prices(self.instance)
             if clock.left > _HURRIED:
                 prices, _ = self._improve(paths, prices, rounds=40, seconds=clock.left * 0.2)
             self._relaxed(paths, prices)
