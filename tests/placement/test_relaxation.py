@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gpurt.placement import ConstraintSatisfactionPlacement
+from gpurt.placement import ConstraintSatisfactionPlacement, PlanStatus
+from gpurt.placement import engine as engine_module
 from gpurt.placement import paths as paths_module
 from gpurt.placement.beam import Beam
 from gpurt.placement.bottleneck import least_bottleneck
@@ -45,14 +46,15 @@ def some_prices(instance: Instance, seed: int, scale: float) -> Prices:
     return Prices(use, random.normal(0, scale, instance.size))
 
 
-@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("units", ["few", "many", "very many"])
 @pytest.mark.parametrize("varied", [False, True])
 @pytest.mark.parametrize("rules", [False, True])
-def test_bounds_and_what_they_leave_out(
-    varied: bool, rules: bool, coarse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if coarse:
-        # Hops rounded down, as among very many units.
+def test_bounds_and_what_they_leave_out(varied: bool, rules: bool, units: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if units != "few":
+        # The table of hops is searched, as among many units.
+        monkeypatch.setattr(paths_module, "_SMALL", 0)
+    if units == "very many":
+        # Hops rounded down.
         monkeypatch.setattr(paths_module, "_COARSE", 0)
     seen = 0
     for seed in SEEDS:
@@ -88,6 +90,45 @@ def test_bounds_and_what_they_leave_out(
                     assert again.exhausted
                     assert again.plans[0][0] == pytest.approx(value)
     assert seen > 5
+
+
+@pytest.mark.parametrize("narrow", [0, 1, 3])
+@pytest.mark.parametrize("varied", [False, True])
+def test_states_that_hold_more_than_most_are_extended_apart(
+    varied: bool, narrow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = build_instance(*problem(3, devices=5, layers=8, varied=varied))
+    visits = remembering(instance, np.zeros(instance.size))
+    prices = no_prices(instance)
+    whole = PathRelaxation(instance, visits).solve(prices)
+
+    def split(inner: np.ndarray) -> tuple[int, np.ndarray]:
+        return narrow, np.arange(inner.shape[2])
+
+    monkeypatch.setattr(paths_module, "_split", split)
+    apart = PathRelaxation(instance, visits).solve(prices)
+    for one, other in ((whole.forward, apart.forward), (whole.backward, apart.backward), (whole.onward, apart.onward)):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.skipif(not highs_available(), reason="needs highspy")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_hurried_search_knows_the_units_that_are_left(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among many units the linear relaxation leaves some out; what comes behind it speaks of the others."""
+    monkeypatch.setattr(engine_module, "_HURRIED", np.inf)
+    devices, topology = synthetic_cluster("hetero", 8, seed)
+    model = model_for(devices, 32, 0.5, tensor_parallel=(1, 2, 4, 8))
+    plan = ConstraintSatisfactionPlacement().solve_placement(model, devices, topology, time_budget=2)
+    assert plan.status is PlanStatus.OPTIMAL
+
+
+def test_a_part_of_the_time_is_within_the_whole() -> None:
+    whole = Clock(10)
+    part = whole.part(2)
+    assert 1.5 < part.left <= 2 - 0.03
+    assert whole.part(100).deadline <= whole.deadline
+    # A short one keeps enough back for who has just looked.
+    assert Clock(0.1).part(0.1).left <= 0.07
 
 
 def test_memory_only_raises_the_bound() -> None:
