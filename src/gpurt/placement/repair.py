@@ -18,8 +18,9 @@ import numpy as np
 from gpurt.placement.arguments import check_kind
 from gpurt.placement.constraints import Constraints, ObjectiveKind
 from gpurt.placement.devices import PlacementDevice
+from gpurt.placement.equal_devices import at_home
 from gpurt.placement.errors import InfeasiblePlacement, InvalidPlacementInput, PlacementTimeout
-from gpurt.placement.grouping import filter_devices
+from gpurt.placement.grouping import classes_of, filter_devices
 from gpurt.placement.holdings import Holdings, whole_bytes
 from gpurt.placement.hysteresis import RepairPolicy
 from gpurt.placement.inputs import check_inputs, check_search, check_types
@@ -44,9 +45,9 @@ _FEW: Final = 5
 """Survivors up to which their order is given up, too: of more, the search cannot see enough."""
 _SLOWEST: Final = (1.0, 1.25, 1.6, 2.5, np.inf)
 """Where the slowest stage counts: how much slower it may get, one after the other."""
-_LOOKS: Final = ((0.08, 0.0), (0.4, 0.0), (0.4, _SHIFT / 2), (1.2, 0.0))
-"""Seconds for the solver on the neighbourhood, and the price of movement, one after the other. The first, with all
-before it, is below a quarter of a second; without a price it also finds how near to the best a plan is."""
+_LOOKS: Final = (0.08, 0.4, 1.6)
+"""Seconds for the solver on the neighbourhood, one after the other. The first, with all before it, is below a quarter
+of a second. Movement has no price: with one, every device is unlike every other, and little is found in the time."""
 _CERTAIN: Final = 1.5
 """Times the tolerance that a plan may be slower than a bound, which nothing beats. What was promised may be beaten."""
 _SKIPPED: Final = 2
@@ -172,7 +173,7 @@ class Repair:
         """A plan of :meth:`rethought` under the rules of this repair, with what it takes to come to it."""
         used = [self.teller.by_id[name] for name in plan.devices]
         search = RepairSearch(plan, self.model, used, self.topology, self.rules, self.teller.holdings, self.kind)
-        steps = search.steps_of(plan)
+        steps = search.steps_of(plan.stages)
         assert steps is not None, "the units of a plan's own devices are among the units of those devices"
         return self.teller.of_steps(search.instance, steps, RepairMethod.FULL)
 
@@ -251,24 +252,31 @@ class Repair:
     def _solve_near(self, found: Sequence[Candidate], solved: list[Candidate]) -> bool:
         """Add plans of the solver on the neighbourhood to ``solved``. Whether the best one known is good enough: there
         are no more looks then."""
-        near, promised = self.search.devices, self.teller.promised
-        for seconds, share in _LOOKS:
-            price = share * promised / whole_bytes(self.model)
+        near, alike = self._bare()
+        try:
+            rules = present_constraints(self.rules, near)
+        except InfeasiblePlacement:
+            return False
+        for seconds in _LOOKS:
             try:
-                rules = present_constraints(self.rules, near).model_copy(update={"movement_seconds_per_byte": price})
                 plan = self._solved(near, rules, seconds)
             except InfeasiblePlacement:
                 return False
             except PlacementTimeout:
                 continue
-            steps = self.search.steps_of(plan)
+            steps = self.search.steps_of(at_home(plan.stages, alike, self.teller.holdings))
             if steps is not None:
                 solved.append(self.search.candidate(steps))
-            if share == 0.0:
-                self.bound = max(self.bound, plan.bound or 0.0)
+            self.bound = max(self.bound, plan.bound or 0.0)
             if self._is_near_best(found, solved):
                 return True
         return False
+
+    def _bare(self) -> tuple[list[PlacementDevice], list[list[str]]]:
+        """The neighbourhood with nothing on it, and sets of devices that are equal then."""
+        near = [device.model_copy(update={"resident": ()}) for device in self.search.devices]
+        groups = classes_of(near, self.topology.dense(near), self.rules)
+        return near, [[near[index].id for index in group] for group in groups]
 
     def _is_near_best(self, found: Sequence[Candidate], solved: Sequence[Candidate]) -> bool:
         """Whether the best plan known is near the bound, or near what was promised of all devices."""

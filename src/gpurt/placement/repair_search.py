@@ -92,10 +92,10 @@ class RepairSearch:
     def _unit(self, stage: Stage) -> int | None:
         return self._number.get(tuple(sorted(self._class_of.get(name, -1) for name in stage.devices)))
 
-    def steps_of(self, plan: Plan) -> tuple[Step, ...] | None:
-        """A plan on these devices by numbers; None where it uses a group that is not among the units."""
+    def steps_of(self, stages: Sequence[Stage]) -> tuple[Step, ...] | None:
+        """Stages on these devices by numbers; None where one uses a group that is not among the units."""
         steps: list[Step] = []
-        for stage in plan.stages:
+        for stage in stages:
             unit = self._unit(stage)
             if unit is None:
                 return None
