@@ -237,7 +237,9 @@ async def test_who_joins_or_subscribes_without_a_server_is_there_with_the_next(s
         await node.publish(b"first")
         await asyncio.to_thread(server.start)
         async with asyncio.timeout(10):
-            assert await anext(subscription) == NodeUp("n1")
+            # Who is connected again first decides whether the watcher hears of the node or its event first.
+            while (item := await anext(subscription)) != NodeUp("n1"):
+                assert item == EventReceived("n1", b"first")
             await node.publish(b"second")
             while (await anext(subscription)) != EventReceived("n1", b"second"):
                 pass
