@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.backend import byte_view
@@ -62,18 +63,12 @@ class DriverCopies(DriverLifecycle):
             self._copied.add(dst_handle.device_id, "host_to_device", size)
             return
 
-        def write(job: Job) -> None:
-            try:
-                self._walk(job, driver.write, allocation, offset, view)
-            finally:
-                _release(view)
-
         job = dispatch.submit(
             index,
             "small" if size <= SMALL_COPY_BYTES else "h2d",
-            write,
+            partial(self._walk, driver.write, allocation, offset, view),
             chains=(allocation.chain,),
-            undo=lambda _: _release(view),
+            undo=partial(_release, view),
         )
         await self._outcome(job, index, "copy_to_device", extent=(size, offset))
         self._copied.add(dst_handle.device_id, "host_to_device", size)
@@ -100,7 +95,7 @@ class DriverCopies(DriverLifecycle):
             return bytes(buffer)
 
         def read(job: Job) -> bytes:
-            return read_bytes(size, lambda view: self._walk(job, self.driver.read, allocation, offset, view))
+            return read_bytes(size, lambda view: self._walk(self.driver.read, allocation, offset, view, job))
 
         job = dispatch.submit(index, _read_queue(size), read, chains=(allocation.chain,))
         read_out: bytes = await self._outcome(job, index, "copy_from_device", extent=(size, offset))
@@ -124,33 +119,32 @@ class DriverCopies(DriverLifecycle):
             self._copied.add(src_handle.device_id, "device_to_host", size)
             return size
 
-        def read(job: Job) -> int:
-            try:
-                self._walk(job, self.driver.read, allocation, offset, view)
-            finally:
-                _release(view)
-            return size
-
         job = dispatch.submit(
             index,
             _read_queue(size),
-            read,
+            partial(self._walk, self.driver.read, allocation, offset, view),
             chains=(allocation.chain,),
-            undo=lambda _: _release(view),
+            undo=partial(_release, view),
         )
         await self._outcome(job, index, "copy_into", extent=(size, offset), wait_out=True)
         self._copied.add(src_handle.device_id, "device_to_host", size)
         return size
 
-    def _walk(self, job: Job, copy: HostCopy, allocation: Allocation, offset: int, view: memoryview) -> None:
+    def _walk(self, copy: HostCopy, allocation: Allocation, offset: int, view: memoryview, job: Job) -> None:
         """Lane thread: ``view`` to or from the allocation, piece by piece, as long as somebody wants it."""
         capabilities = self.driver.capabilities
-        for start, stop in pieces(
-            view.nbytes, capabilities.chunk_bytes, capabilities.alignment_bytes, paced=capabilities.host_visible
-        ):
-            if job.abandoned:
+        try:
+            if view.nbytes <= SMALL_COPY_BYTES and view.nbytes <= capabilities.chunk_bytes:
+                copy(allocation.index, allocation.token, offset, view)
                 return
-            copy(allocation.index, allocation.token, offset + start, view[start:stop])
+            for start, stop in pieces(
+                view.nbytes, capabilities.chunk_bytes, capabilities.alignment_bytes, paced=capabilities.host_visible
+            ):
+                if job.abandoned:
+                    return
+                copy(allocation.index, allocation.token, offset + start, view[start:stop])
+        finally:
+            _release(view)
 
     async def _inline(
         self,
@@ -287,7 +281,7 @@ def _read_queue(size: int) -> QueueName:
     return "small" if size <= SMALL_COPY_BYTES else "d2h"
 
 
-def _release(view: memoryview) -> None:
+def _release(view: memoryview, _: object = None) -> None:
     try:  # contextlib.suppress takes longer than all the rest
         view.release()
     except BufferError:  # arrays over it still hang in the traceback of a failed call, and go with it

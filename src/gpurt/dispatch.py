@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import anyio
 
@@ -104,18 +104,19 @@ class Dispatcher:
             occupies: the call uses the device, which hangs if the call does.
         """
         queue = self._routes.queue(index, queue_name)
-        first = CONTROL if index is None else index
-        devices = (first,) if also_device is None or also_device == index else (first, also_device)
-        devices = devices if occupies else ()
-        job = Job(
-            self._routes.prepared(index, queue, call),
-            undo=undo,
-            mailbox=self._mailbox,
-            device_indexes=devices,
-            on_orphan_error=self._on_background_error,
-        )
+        if index is None:
+            index = CONTROL
+        elif index not in queue.attached:
+            call = self._routes.attaching(index, queue, call)
+        if not occupies:
+            devices: tuple[int, ...] = ()
+        elif also_device is None or also_device == index:
+            devices = (index,)
+        else:
+            devices = (index, also_device)
+        job = Job(call, undo, self._mailbox, devices, self._on_background_error)
         job.future = self.loop.create_future()
-        self._order.submit(job, queue, chains=chains, after_devices=devices if after_device else ())
+        self._order.submit(job, queue, chains, devices if after_device else ())
         if self._watch is None:
             self._arm(self._hang_after)
         return job
@@ -135,14 +136,22 @@ class Dispatcher:
         try:
             await job.future
         except BaseException as exc:
-            # Also when the result is there already and asyncio drops it: look at the job, not at the future.
-            await self._leave(job, droppable=droppable, wait_out=wait_out and not isinstance(exc, GeneratorExit))
+            await self.left(job, exc, droppable=droppable, wait_out=wait_out)
             raise
         if not job.finished:
-            interruption = job.interruption
-            assert interruption is not None
-            await self._leave(job, droppable=droppable, wait_out=wait_out)
-            raise interruption
+            await self.interrupted(job, droppable=droppable, wait_out=wait_out)
+
+    async def left(self, job: Job, exc: BaseException, *, droppable: bool, wait_out: bool) -> None:
+        """Its caller was thrown out of waiting by ``exc``. Also when the result is there already and asyncio drops it:
+        look at the job, not at the future."""
+        await self._leave(job, droppable=droppable, wait_out=wait_out and not isinstance(exc, GeneratorExit))
+
+    async def interrupted(self, job: Job, *, droppable: bool, wait_out: bool) -> NoReturn:
+        """Its caller was woken because of the device's state. Raises what it is to be told."""
+        interruption = job.interruption
+        assert interruption is not None
+        await self._leave(job, droppable=droppable, wait_out=wait_out)
+        raise interruption
 
     async def _leave(self, job: Job, *, droppable: bool, wait_out: bool) -> None:
         if not droppable:

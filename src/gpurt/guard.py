@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+from asyncio import get_running_loop
 from collections.abc import Callable, Mapping
+from os import getpid
 from typing import Any
 
 from gpurt.activity import CopiedBytes
@@ -77,7 +78,7 @@ class GuardedBackend(GPUBackend):
         self._max_pending = max_pending
         self._on_background_error = on_background_error or _log_background_error
         self._copied = CopiedBytes()
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatch: Dispatcher | None = None
         self._devices: tuple[GPUDevice, ...] = ()
@@ -147,7 +148,7 @@ class GuardedBackend(GPUBackend):
     # The door
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if getpid() != self._pid:
             raise GPUError(
                 "the backend was made in the parent process", backend=self.name, hint="create backends after fork"
             )
@@ -160,12 +161,12 @@ class GuardedBackend(GPUBackend):
         )
 
     def _enter(self) -> Dispatcher:
-        if os.getpid() != self._pid:  # also in there, but every call comes this way and seldom goes on
+        if getpid() != self._pid:  # also in there, but every call comes this way and seldom goes on
             self._check_process()
         dispatch = self._dispatch
         if not self._open or dispatch is None:
             raise BackendClosed("the backend is not open", backend=self.name, hint="await backend.initialize()")
-        if asyncio.get_running_loop() is not self._loop:
+        if get_running_loop() is not self._loop:
             raise self._wrong_loop()
         return dispatch
 
@@ -222,7 +223,14 @@ class GuardedBackend(GPUBackend):
         dispatch = self._dispatch
         assert dispatch is not None
         try:
-            await dispatch.finished(job, droppable=droppable, wait_out=wait_out)
+            # As Dispatcher.finished, whose coroutine would cost every call half a microsecond.
+            try:
+                await job.future  # pyright: ignore[reportGeneralTypeIssues]
+            except BaseException as exc:
+                await dispatch.left(job, exc, droppable=droppable, wait_out=wait_out)
+                raise
+            if not job.finished:
+                await dispatch.interrupted(job, droppable=droppable, wait_out=wait_out)
             return job.take()  # here, not in a coroutine below: one cannot raise StopIteration out of it
         except Exception as exc:
             error = await self._failure(

@@ -73,7 +73,6 @@ class Job:
     def __init__(
         self,
         call: Callable[[Job], Any],
-        *,
         undo: Callable[[Any], None] | None = None,
         mailbox: Mailbox | None = None,
         device_indexes: tuple[int, ...] = (),
@@ -96,7 +95,7 @@ class Job:
         # The rest belongs to gpurt.order.Order and is guarded by its lock.
         self.queue: Queue | None = None
         self.blockers = 0
-        self.dependents: list[Job] = []
+        self.dependents: list[Job] | None = None
         self.sent = False
         self.complete = False
 

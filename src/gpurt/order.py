@@ -60,7 +60,7 @@ class Order:
         self._on_idle: Callable[[], None] | None = None
 
     def submit(
-        self, job: Job, queue: Queue, *, chains: Collection[Chain] = (), after_devices: Collection[int] = ()
+        self, job: Job, queue: Queue, chains: Collection[Chain] = (), after_devices: Collection[int] = ()
     ) -> None:
         """Take ``job``'s place in the order and send it as soon as nothing before it is in its way.
 
@@ -68,19 +68,17 @@ class Order:
             chains: the allocations that the job touches.
             after_devices: devices all of whose outstanding jobs must complete first.
         """
+        job.queue = queue
         with self._lock:
-            job.queue = queue
-            earlier: set[Job] = {chain.tail for chain in chains if chain.tail is not None}
             if after_devices:
                 devices = frozenset(after_devices)
-                earlier.update(other for other in self._outstanding if not devices.isdisjoint(other.device_indexes))
-            for other in earlier:
-                if other.complete or (other.sent and other.queue is queue):
-                    continue
-                other.dependents.append(job)
-                job.blockers += 1
+                for other in self._outstanding:
+                    if not devices.isdisjoint(other.device_indexes):
+                        self._wait(job, other)
             for chain in chains:
-                chain.tail = job
+                tail, chain.tail = chain.tail, job
+                if tail is not None and not tail.complete:
+                    self._wait(job, tail)
             self._outstanding[job] = None
             if not job.blockers and not self._send(job):
                 self._complete(job)
@@ -88,7 +86,14 @@ class Order:
     def done(self, job: Job) -> None:
         """Lane thread: ``job`` has left the driver, or was skipped. Sends what waited for it."""
         with self._lock:
-            self._complete(job)
+            queue = job.queue
+            assert queue is not None
+            if queue.held or job.dependents is not None:
+                self._complete(job)
+            else:  # nearly always
+                job.complete = True
+                del self._outstanding[job]
+                queue.pending -= 1
             if self._on_idle is not None and not self._outstanding:
                 on_idle, self._on_idle = self._on_idle, None
                 on_idle()
@@ -111,6 +116,16 @@ class Order:
         with self._lock:
             return [job for job in self._outstanding if device_index is None or device_index in job.device_indexes]
 
+    @staticmethod
+    def _wait(job: Job, other: Job) -> None:
+        """``job`` after ``other``, which is not complete. Said twice it is waited for twice, which is the same."""
+        if other.sent and other.queue is job.queue:
+            return
+        if other.dependents is None:
+            other.dependents = []
+        other.dependents.append(job)
+        job.blockers += 1
+
     def _complete(self, job: Job) -> None:
         completed = [job]
         while completed:
@@ -122,8 +137,8 @@ class Order:
             queue.pending -= 1
             if queue.held and not self._put(held := queue.held.popleft(), queue):
                 completed.append(held)
-            if job.dependents:
-                dependents, job.dependents = job.dependents, []
+            if job.dependents is not None:
+                dependents, job.dependents = job.dependents, None
                 completed.extend(other for other in dependents if other.unblock() and not self._send(other))
 
     def _send(self, job: Job) -> bool:

@@ -70,10 +70,8 @@ class Routes:
         """Where a call for a device goes, or with None one for the library itself."""
         return self._known.get((index, name)) or self._find(index, name)
 
-    def prepared(self, index: int | None, queue: Queue, call: Callable[[Job], Any]) -> Callable[[Job], Any]:
+    def attaching(self, index: int, queue: Queue, call: Callable[[Job], Any]) -> Callable[[Job], Any]:
         """``call``, after the attachment that it still needs on this lane."""
-        if index is None or index in queue.attached:
-            return call
         return partial(self._attach, index, queue.attached, call)
 
     def detach(self, queue: Queue) -> None:

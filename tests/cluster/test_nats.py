@@ -19,6 +19,7 @@ from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusClosed, BusUnavailable, InvalidName, NoAnswer
 from gpurt.cluster.master import MasterConfig, run_master
 from gpurt.cluster.nats_engine import NatsEngine
+from gpurt.cluster.nats_link import NatsLink
 from gpurt.cluster.nats_settings import NatsSettings, stream_name
 from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.records import NodeState
@@ -173,6 +174,27 @@ async def stored(engine: NatsEngine) -> int | None:
         if client is not None:
             return (await client.jetstream(timeout=1).stream_info(stream_name("test"))).state.messages
     return None
+
+
+async def test_a_connection_that_ends_before_it_is_set_up_is_given_up_at_once(server: NatsServer) -> None:
+    ups, downs = list[str](), list[str]()
+    never = asyncio.Event()
+
+    async def on_up(_: Any) -> None:
+        ups.append("up")
+        if len(ups) == 1:
+            await never.wait()  # as a question does that nobody answers
+
+    link = NatsLink(server.endpoint, NatsSettings(), None, on_up, lambda: downs.append("down"))
+    opening = asyncio.create_task(link.open())
+    await until(lambda: ups, "the first connection")
+    server.kill()
+    await until(lambda: downs, "its end")
+    assert not opening.done()
+    await asyncio.to_thread(server.start)
+    await asyncio.wait_for(opening, 10)
+    assert ups == ["up", "up"]
+    await link.close()
 
 
 async def test_a_server_that_has_lost_its_store_gets_the_state_from_the_nodes(server: NatsServer) -> None:

@@ -75,15 +75,15 @@ MUTANTS = [
     Mutant(
         "forget the order on an allocation",
         "order.py",
-        "{chain.tail for chain in chains if chain.tail is not None}",
-        "set()",
+        "                if tail is not None and not tail.complete:\n",
+        "                if False:\n",
         "Ordering or order or waits or queued",
     ),
     Mutant(
         "remember only the first call on an allocation",
         "order.py",
-        "            for chain in chains:\n                chain.tail = job",
-        "            for chain in chains:\n                chain.tail = chain.tail or job",
+        "                tail, chain.tail = chain.tail, job\n",
+        "                tail = chain.tail\n                chain.tail = tail or job\n",
         "order or waits or chain or storm",
     ),
     Mutant(
@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "report a job complete before it is",
         "order.py",
-        "                if other.complete or (other.sent and other.queue is queue):",
-        "                if other.complete or other.sent:",
+        "        if other.sent and other.queue is job.queue:",
+        "        if other.sent:",
         "waits or order or storm",
     ),
     Mutant(
@@ -149,11 +149,25 @@ MUTANTS = [
         "failure=GPUError)",
         "deallocate",
     ),
+    Mutant(
+        "a call that others wait for keeps them waiting",
+        "order.py",
+        "            if queue.held or job.dependents is not None:\n",
+        "            if queue.held:\n",
+        "waits or order or storm",
+    ),
+    Mutant(
+        "a cancelled caller's call is not left",
+        "guard.py",
+        "                await dispatch.left(job, exc, droppable=droppable, wait_out=wait_out)\n",
+        "",
+        "cancelled",
+    ),
     Mutant("copy_into does not wait", "copies.py", ", wait_out=True)", ")", "copy_into"),
     Mutant(
         "a cancelled copy goes on to its end",
         "copies.py",
-        "            if job.abandoned:\n                return\n",
+        "                if job.abandoned:\n                    return\n",
         "",
         "next_chunk",
     ),
@@ -202,7 +216,7 @@ MUTANTS = [
     Mutant(
         "serve any event loop",
         "guard.py",
-        "        if asyncio.get_running_loop() is not self._loop:\n            raise self._wrong_loop()",
+        "        if get_running_loop() is not self._loop:\n            raise self._wrong_loop()",
         "        pass",
         "another_loop",
     ),

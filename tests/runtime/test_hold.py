@@ -10,7 +10,7 @@ import pytest
 
 from gpurt.errors import DeviceUnresponsive
 from gpurt.job import Job
-from gpurt.lane import HOLD_S, Lane
+from gpurt.lane import HOLD_S, LONG_CALLS, Lane
 from gpurt.mailbox import Mailbox
 from gpurt.shell import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
@@ -82,13 +82,38 @@ def test_results_are_not_kept_longer_than_asked_for() -> None:
     lane = Lane("gpurt:test", hold_s=HOLD_S, clock=lambda: now[0])
     first, last, log = Gate(), Gate(), []
 
-    def slow(_: Job) -> None:
-        now[0] += HOLD_S
+    def short(_: Job) -> None:
+        now[0] += HOLD_S / LONG_CALLS / 2
+
+    lane.put(Job(first))
+    assert first.entered.wait(WAIT)
+    names = [f"{number:02}" for number in range(2 * LONG_CALLS)]
+    for name in names:
+        lane.put(Announced(name, log, short))
+    lane.put(Announced("c", log, last))
+    lane.put(Announced("d", log))
+    first.release.set()
+    assert last.entered.wait(WAIT)
+    told = len(log)
+    last.release.set()
+    lane.stop()
+    assert lane.wait_stopped(WAIT)
+    assert told == 2 * LONG_CALLS
+    assert log == [*names, "c", "d"]
+
+
+def test_beside_a_long_call_nothing_is_kept_back() -> None:
+    now = [0.0]
+    lane = Lane("gpurt:test", hold_s=HOLD_S, clock=lambda: now[0])
+    first, last, log = Gate(), Gate(), []
+
+    def long(_: Job) -> None:
+        now[0] += HOLD_S / LONG_CALLS
 
     lane.put(Job(first))
     assert first.entered.wait(WAIT)
     lane.put(Announced("a", log))
-    lane.put(Announced("b", log, slow))
+    lane.put(Announced("b", log, long))
     lane.put(Announced("c", log, last))
     lane.put(Announced("d", log))
     first.release.set()

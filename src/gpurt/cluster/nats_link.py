@@ -114,7 +114,7 @@ class NatsLink:
                 client = nats.aio.client.Client()
                 await self._connect(nats, client, ended)
                 begun = True
-                await self._on_up(client)
+                await self._while_up(ended, client)
                 if self._told:
                     connection_log.info("connected to the NATS server at %s", self._endpoint)
                 self._told, self._why, pause = False, "", self._settings.retry_first_s
@@ -137,6 +137,18 @@ class NatsLink:
             self._why = ""
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._settings.retry_longest_s)
+
+    async def _while_up(self, ended: asyncio.Future[None], client: Any) -> None:
+        """``on_up``, given up when the connection ends: whatever it has asked it would wait for until its deadlines."""
+        beginning = asyncio.ensure_future(self._on_up(client))
+        try:
+            await asyncio.wait({beginning, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not beginning.done():
+                raise ConnectionResetError("the connection was closed")
+            beginning.result()
+        finally:
+            beginning.cancel()
+            await asyncio.wait({beginning})
 
     async def _connect(self, nats: Any, client: Any, ended: asyncio.Future[None]) -> None:
         settings, options = self._settings, dict[str, Any]()

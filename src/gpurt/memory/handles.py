@@ -132,8 +132,10 @@ def check_range(allocation: Allocation, offset: object, size: object, alignment:
     Raises:
         OutOfRange: negative, past the end, or not aligned as the library needs it.
     """
-    start, count = whole_number(offset, "offset_bytes"), whole_number(size, "size_bytes")
     total = allocation.handle.size_bytes
+    if type(offset) is int and type(size) is int and alignment == 1 and offset >= 0 <= size <= total - offset:
+        return offset, size  # what nearly every call is, in a quarter of the time
+    start, count = whole_number(offset, "offset_bytes"), whole_number(size, "size_bytes")
     if start < 0 or count < 0 or start + count > total:
         raise OutOfRange(
             f"{count:,} bytes at offset {start:,} are not inside the allocation of {total:,} bytes",
