@@ -36,6 +36,7 @@ from gpurt.lane import Lane
 from gpurt.platforms import current_platform
 from gpurt.printable import quoted
 from gpurt.settings import SelectionSettings
+from gpurt.turns import short_turns
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -271,8 +272,13 @@ def _result_or_lowest(load: asyncio.Future[float]) -> float:
 
 async def _on_lane(name: str, call: Callable[[], _T]) -> _T:
     """Run a call that may import, on a thread that a hanging import can keep."""
+
+    def loading() -> _T:
+        with short_turns():
+            return call()
+
     lane = Lane(f"gpurt:load:{name}")
     try:
-        return await asyncio.wrap_future(lane.submit(call))
+        return await asyncio.wrap_future(lane.submit(loading))
     finally:
         lane.stop()

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class DriverProbe:
                 if gate is not None:
                     gate.hold()
                 if failure is not None:
-                    raise failure
+                    _fail_with_arrays(failure, args)
                 result = original(*args, **kwargs)
                 if method == "alloc":
                     with self._lock:
@@ -199,3 +199,10 @@ class DriverProbe:
                 self.violations.append(f"{method} of {view.nbytes} bytes, over chunk_bytes")
             if method == "read" and view.readonly:
                 self.violations.append("read into a read-only view")
+
+
+def _fail_with_arrays(failure: BaseException, args: tuple[Any, ...]) -> NoReturn:
+    """As a driver fails that has made arrays of what it was to copy: they are in the traceback."""
+    arrays = [np.frombuffer(cast("memoryview", each), np.uint8) for each in args if isinstance(each, memoryview)]
+    assert all(array.nbytes for array in arrays)
+    raise failure
