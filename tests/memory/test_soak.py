@@ -233,7 +233,7 @@ def _lend_twice(self: Pool, block_bytes: int) -> Any:
 
 
 def _without_chains(right: Any) -> Any:
-    return lambda self, job, queue, **options: right(self, job, queue, **{**options, "chains": ()})
+    return lambda self, job, queue, chains=(), after_devices=(): right(self, job, queue, (), after_devices)
 
 
 def _without_limit(right: Any) -> Any:
