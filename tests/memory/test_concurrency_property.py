@@ -320,8 +320,8 @@ def test_many_programs(check: Check) -> None:
 def test_a_runtime_without_order_is_found_out(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = Order.submit
 
-    def without_chains(self: Order, job: Any, queue: Any, **options: Any) -> None:
-        submit(self, job, queue, **{**options, "chains": ()})
+    def without_chains(self: Order, job: Any, queue: Any, chains: Any = (), after_devices: Any = ()) -> None:
+        submit(self, job, queue, (), after_devices)
 
     monkeypatch.setattr(Order, "submit", without_chains)
     # A group when the same program does not fail again: threads decide.
