@@ -30,7 +30,7 @@ EXIT_WAIT_S: Final = 1.0
 HOLD_S: Final = 0.001
 """How long a lane of short calls keeps results back while it has more to run. A result told at once wakes the loop,
 which then wants the GIL in the middle of the next call: on a host with an H200, 64 callers' copies of 4 KiB cost 93 µs
-of CPU each in that way, 45 with results of 0.1 ms told together, and 28 when all 64 are."""
+of CPU each in that way, 39 with the results of 0.1 ms told together, and 28 to 31 with those of 1 ms."""
 
 LONG_CALLS: Final = 10
 """After a call that took more than this part of the hold, what is kept back is told: beside it a wake-up is nothing."""

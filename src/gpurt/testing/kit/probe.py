@@ -203,6 +203,5 @@ class DriverProbe:
 
 def _fail_with_arrays(failure: BaseException, args: tuple[Any, ...]) -> NoReturn:
     """As a driver fails that has made arrays of what it was to copy: they are in the traceback."""
-    arrays = [np.frombuffer(cast("memoryview", each), np.uint8) for each in args if isinstance(each, memoryview)]
-    assert all(array.nbytes for array in arrays)
+    _arrays = [np.frombuffer(cast("memoryview", each), np.uint8) for each in args if isinstance(each, memoryview)]
     raise failure
