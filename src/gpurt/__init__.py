@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from gpurt.memory.arrays import DeviceArray
     from gpurt.memory.manager import MemoryManager
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
     from gpurt.tensors import get_memory_manager, to_device
     from gpurt.types import (
         BackendReport,
@@ -143,7 +143,7 @@ _HOMES = {
     "gpurt.memory.arrays": ("DeviceArray",),
     "gpurt.memory.manager": ("MemoryManager",),
     "gpurt.weights.peer": ("copy_shard_from_peer", "update_shard_from_peer"),
-    "gpurt.shell": ("DriverBackend",),
+    "gpurt.runtime.backend": ("DriverBackend",),
     "gpurt.tensors": ("get_memory_manager", "to_device"),
     "gpurt.types": (
         *("BackendReport", "Capabilities", "DeviceIdentity", "DeviceKind", "DeviceSpeeds", "DeviceState", "GPUDevice"),

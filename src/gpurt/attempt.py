@@ -14,9 +14,9 @@ import anyio
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
-from gpurt.offload import off_loop
 from gpurt.platforms import current_platform
 from gpurt.remedies import NOT_MISSED, remedy, where_none_is_on_the_bus
+from gpurt.runtime.lane import off_loop
 from gpurt.sources.pci import BACKEND_VENDORS, has_pci_vendor
 from gpurt.types import BackendReport, DeviceKind, DeviceState, GPUDevice
 

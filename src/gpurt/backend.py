@@ -23,15 +23,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from gpurt.errors import OutOfRange, Unsupported
-from gpurt.types import GPUDevice, Kernel, MemoryHandle, MemoryInfo
+from gpurt.types import Capabilities, GPUDevice, Kernel, MemoryHandle, MemoryInfo
 
 if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Buffer
 
-    from gpurt.memory.hostbuffer import HostBuffer
     from gpurt.memory.scope import MemoryScope
-    from gpurt.memory.views import DeviceView
+    from gpurt.runtime.host_memory import HostBuffer
+    from gpurt.runtime.views import DeviceView
 
 
 class GPUBackend(ABC):
@@ -49,6 +49,11 @@ class GPUBackend(ABC):
     def devices(self) -> tuple[GPUDevice, ...]:
         """The snapshot that ``list_devices`` returns, for code that cannot await. Empty before ``initialize``."""
         return ()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the library can do. Empty-handed by default: a backend claims what it has."""
+        return Capabilities()
 
     # Lifecycle
 
@@ -305,6 +310,8 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
     Raises:
         OutOfRange: not a buffer, not C-contiguous, of Python objects, or read-only although ``writable`` is asked for.
     """
+    if type(buffer) is bytes and buffer and not writable:
+        return memoryview(buffer)
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as exc:  # also released views, and arrays of types without a format
@@ -325,6 +332,8 @@ def byte_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
         raise OutOfRange(
             "the buffer holds Python objects, not data", hint="convert it to an array of numbers, or pickle it"
         )
+    if view.format == "B" and view.ndim == 1:
+        return view
     try:
         return view.cast("B")
     except ValueError:  # elements of a format that struct knows and cast() does not: ctypes arrays, structured dtypes

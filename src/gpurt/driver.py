@@ -1,8 +1,8 @@
 """Driver: the blocking contract that a backend author writes.
 
 A driver is about ten short methods around one vendor library. It raises whatever its library raises, knows
-nothing of asyncio, handles, limits, cancellation or other drivers; :class:`gpurt.shell.DriverBackend` adds all
-of that once for every driver. What the shell promises in return:
+nothing of asyncio, handles, limits, cancellation or other drivers; :class:`gpurt.runtime.backend.DriverBackend`
+adds all of that once for every driver. It promises in return:
 
 - every call arrives with a live memory token of that device and a range inside its allocation;
 - calls come from gpurt's own lane threads as ``capabilities.threading`` allows, never from the event loop (but see
@@ -149,6 +149,11 @@ class Driver(ABC):
         ``block`` are at least 1, and a block has at most the device's ``max_threads_per_block``.
         """
         raise NotImplementedError
+
+    def peer_access(self, src_index: int, dst_index: int) -> bool | None:
+        """Whether copies from the one device reach the other directly; None before the first, or where the library does
+        not tell. Must not block: it may be asked on the event loop's thread."""
+        return None if self.capabilities.p2p else False
 
     def host_alloc(self, nbytes: int) -> Any:
         """Page-locked host memory for copies with any device of this driver. Only with ``pins_memory``."""

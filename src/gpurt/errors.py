@@ -109,6 +109,14 @@ class GPUError(RuntimeError):
         return _rebuild, (type(self), self.message, dict(self.fields()))
 
 
+def text_of(exc: BaseException) -> str:
+    """The text of an exception, whoever wrote its class: the type's name where it has none, or fails to give it."""
+    try:
+        return str(exc) or type(exc).__name__
+    except BaseException as failure:
+        return f"{type(exc).__name__}, whose text could not be had: {type(failure).__name__}"
+
+
 def _rebuild(cls: type[GPUError], message: str, fields: dict[str, Any]) -> GPUError:
     return cls(message, **fields)
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
 
 from gpurt.backend import GPUBackend
+from gpurt.runtime.protocols import LimitsMemory, MemoryLimit
 from gpurt.types import GPUDevice
 from gpurt.usable_memory import LIMIT_VARIABLE, Amounts, MemorySettings
 
 _log = logging.getLogger("gpurt.factory")
-
-MemoryLimit = Callable[[GPUDevice], int | None]
-"""Bytes that may be allocated on a device, or None for as many as it has."""
-
-
-@runtime_checkable
-class _Limited(Protocol):
-    def limit_memory(self, limit: MemoryLimit) -> None: ...
 
 
 def memory_limit(environ: Mapping[str, str]) -> MemoryLimit | None:
@@ -52,7 +44,7 @@ def limit_memory(backend: GPUBackend, limit: MemoryLimit | None) -> None:
     """Set ``limit`` on a backend that is not initialised yet; a backend that keeps no accounts is only warned of."""
     if limit is None:
         return
-    if isinstance(backend, _Limited):
+    if isinstance(backend, LimitsMemory):
         backend.limit_memory(limit)
     else:
         _log.warning("%s does not reach backend %s, which keeps no accounts", LIMIT_VARIABLE, backend.name)

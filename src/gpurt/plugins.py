@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from gpurt.backend import GPUBackend
 from gpurt.driver import API_VERSION, Driver
 from gpurt.errors import BackendUnavailable, ReasonCode
-from gpurt.lane import Lane
 from gpurt.platforms import current_platform
 from gpurt.printable import quoted
+from gpurt.runtime.lane import Lane
+from gpurt.runtime.turns import short_turns
 from gpurt.settings import SelectionSettings
-from gpurt.turns import short_turns
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -179,7 +179,7 @@ def _create(name: str) -> GPUBackend:
             install_hint=getattr(create, "install_hint", None),
         ) from exc
     if isinstance(made, Driver):
-        from gpurt.shell import DriverBackend  # most plug-ins bring a backend and need no shell
+        from gpurt.runtime.backend import DriverBackend  # most plug-ins bring a backend and need no shell
 
         return DriverBackend(made)
     # A plug-in is foreign code: what it returned need not be what its annotation promises.

@@ -6,12 +6,12 @@ from gpurt.ambient import default_backend
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, GPUError, InvalidHandle, OutOfRange
 from gpurt.memory.arrays import DeviceArray
-from gpurt.memory.elements import understand_array
 from gpurt.memory.hosttensor import understand
 from gpurt.memory.manager import MemoryManager, manager_of
 from gpurt.memory.scope import MemoryScope
 from gpurt.memory.transfer import Place, transfer
 from gpurt.memory.undo import undo_allocations
+from gpurt.runtime.elements import understand_array
 from gpurt.types import GPUDevice
 
 Device = str | GPUDevice | MemoryManager

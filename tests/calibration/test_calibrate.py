@@ -22,7 +22,7 @@ from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.errors import DeviceNotFound, OutOfRange
 from gpurt.registry.measured import MeasuredFile
 from gpurt.registry.records import CalibrationRecord
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver, create_simulated
 from gpurt.testing.profiles import PROFILES
 from gpurt.testing.simulated import SimulatedDriver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpurt.errors import OutOfMemory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver
 

@@ -10,7 +10,7 @@ import pytest
 from gpurt import plugins
 from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.errors import ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.amd import read_amd
 from gpurt.sources.amd_telemetry import read_amd_telemetry
 from gpurt.sources.nvml import open_session

@@ -16,7 +16,7 @@ from gpurt.cli.demo_placement import DemoPlacement
 from gpurt.cluster.assignment import AssignedDevice, AssignedStage, Assignment
 from gpurt.errors import DeviceNotFound, GPUError, TransferFailed, Unsupported
 from gpurt.placement.version import PlanVersion
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, create_simulated, parse_simulation
 
 

@@ -18,7 +18,7 @@ from gpurt.cluster.endpoints import engine_at
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.publisher import NodePublisher
 from gpurt.discovery.service import GPUDiscoveryService
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from tests.cluster.fault_programs import lines, say
 from tests.cluster.support import HOST_A
 from tests.support import cupy_backends

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from gpurt.activity import CopiedBytes, LaneActivity
 from gpurt.cli import worker as worker_command
 from gpurt.cluster.board import ReadingsBoard
 from gpurt.cluster.changes import Change, ChangeKind
@@ -33,6 +32,7 @@ from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import WorkerConfig, run_worker
 from gpurt.discovery.events import DeviceEvent, EventType
 from gpurt.health import HealthMonitor
+from gpurt.runtime.protocols import LaneActivity
 from gpurt.telemetry.backend_metrics import backend_families
 from gpurt.telemetry.exporter import Families, MetricsServer, MetricsUnavailable, parse_metrics_address
 from gpurt.telemetry.metrics import Family, probe_families, render, xid_families
@@ -295,20 +295,18 @@ class Busy:
 
     def __init__(self) -> None:
         self.name, self.devices = "cuda", (device(index=0),)
-        self.copied = CopiedBytes()
+        self.copied: dict[tuple[str, str], int] = {}
 
     def lanes(self) -> list[LaneActivity]:
         return [LaneActivity("cuda:0:h2d", 7, 3, 12.5), LaneActivity("cuda:0:d2h", 0, 0, None)]
 
     def copied_bytes(self) -> Any:
-        return self.copied.totals()
+        return self.copied
 
 
 def test_lanes_copies_and_the_hang_clock_of_a_backend_that_tells() -> None:
     backend: Any = Busy()
-    backend.copied.add("cuda:0", "host_to_device", 5)
-    backend.copied.add("cuda:0", "host_to_device", 6)
-    backend.copied.add("cuda:9", "device_to_host", 1)
+    backend.copied = {("cuda:0", "host_to_device"): 11, ("cuda:9", "device_to_host"): 1}
     samples = parsed(render(backend_families([backend, backend])))
     lane = {"backend": "cuda", "lane": "cuda:0:h2d"}
     assert value(samples, "gpurt_lane_calls", **lane) == 7

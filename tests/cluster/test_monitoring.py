@@ -25,7 +25,7 @@ from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
 from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.errors import BackendUnavailable, ReasonCode, Unsupported
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.nvml_events import XidEvent
 from gpurt.telemetry import host_reader
 from gpurt.testing.faults import FaultyDriver

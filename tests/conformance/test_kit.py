@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 THIRD_PARTY = """
 import pytest
 from gpurt.errors import BackendUnavailable, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import BackendConformance, DriverConformance
 from gpurt.types import Capabilities, Telemetry
 from tests.support.reference_driver import ReferenceDriver

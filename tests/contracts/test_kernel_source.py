@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpurt.errors import OutOfRange
-from gpurt.kernel_source import check_arguments, parameters
+from gpurt.runtime.kernels import check_arguments, parameters
 
 C = """
 #include <stddef.h>

@@ -387,7 +387,7 @@ async def main():
     async with GPUDiscoveryService(sys.argv[1], backends=["cpu"]) as service:
         print((await service.discover_all_devices(verify=len(sys.argv) > 2)).devices[0].memory_usable_bytes)
 asyncio.run(main())
-heavy = ("numpy", "rich", "psutil", "gpurt.shell", "gpurt.backends.cpu_backend")
+heavy = ("numpy", "rich", "psutil", "gpurt.runtime.backend", "gpurt.backends.cpu_backend")
 print(" ".join(name for name in heavy if name in sys.modules))
 """
 

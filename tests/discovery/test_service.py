@@ -21,7 +21,7 @@ from gpurt.discovery.service import GPUDiscoveryService
 from gpurt.discovery.subscription import Subscription
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import BackendClosed, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver, create_simulated

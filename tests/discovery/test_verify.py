@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpurt.discovery.verify import verification_key, verify_backend, verify_driver
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver

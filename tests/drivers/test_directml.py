@@ -27,7 +27,7 @@ from gpurt.backends.directml_backend import DirectMLBackend, DirectMLDriver, cre
 from gpurt.discovery.sight_record import View
 from gpurt.discovery.sight_windows import look
 from gpurt.errors import BackendUnavailable, OutOfMemory, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.dxgi_calls import DxgiError
 from gpurt.types import DeviceKind, DeviceState
 

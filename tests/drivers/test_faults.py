@@ -10,7 +10,7 @@ import pytest
 
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceLost, GPUError, OutOfMemory, ReasonCode, TransferFailed
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver, InjectedDeviceLoss, SimulatedDriver, parse_simulation
 from gpurt.types import Capabilities
 

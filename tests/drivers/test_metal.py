@@ -33,7 +33,7 @@ from gpurt.backends.metal_backend import MetalBackend, MetalDriver, create
 from gpurt.discovery import sight_apple
 from gpurt.discovery.sight_record import View
 from gpurt.errors import BackendUnavailable, DeviceLost, HandleInUse, OutOfMemory, OutOfRange, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources import apple_query
 from gpurt.types import DeviceKind
 

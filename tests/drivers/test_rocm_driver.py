@@ -21,7 +21,7 @@ from gpurt.backends import rocm_backend
 from gpurt.backends.cupy.hip_context import HipContexts
 from gpurt.backends.rocm_backend import ROCmDriver
 from gpurt.errors import DeviceLost, OutOfMemory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
 
 MI210 = "GPU-93bb3629c01aea1c"

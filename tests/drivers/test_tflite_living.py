@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 OUT_OF_MEMORY = """
 import asyncio, resource, sys
 from gpurt.errors import OutOfMemory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from tests.support import tflite_backends
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ import pytest
 from gpurt import factory, plugins
 from gpurt.driver import API_VERSION
 from gpurt.errors import BackendUnavailable, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from tests.factory.toy import Shelf, ToyBackend, device
 
 Install = Callable[..., None]

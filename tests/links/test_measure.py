@@ -15,7 +15,7 @@ import pytest
 from gpurt.errors import BackendClosed, DeviceNotFound, OutOfMemory, OutOfRange, TransferFailed
 from gpurt.links import Link, LinkType, keep_links, kept_links, measure_link, measure_links
 from gpurt.links.measure import MAX_BYTES, SMALL_BYTES
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver, create_simulated
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver

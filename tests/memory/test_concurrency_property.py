@@ -15,12 +15,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpurt import copies
 from gpurt.backends.cpu_backend import CPUDriver
 from gpurt.driver import Driver
 from gpurt.errors import InvalidHandle
-from gpurt.order import Order
-from gpurt.shell import DriverBackend
+from gpurt.runtime import backend as backend_module
+from gpurt.runtime import operations
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.order import Order
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, parse_simulation
 from gpurt.testing.kit.base import assert_nothing_live
 from gpurt.testing.loops import turns
@@ -260,7 +261,8 @@ def cpu() -> Driver:
 
 @pytest.fixture(autouse=True)
 def _large_copies_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "SMALL_COPY_BYTES", SMALL_BYTES)
+    for module in (backend_module, operations):
+        monkeypatch.setattr(module, "SMALL_COPY_BYTES", SMALL_BYTES)
 
 
 @pytest.fixture

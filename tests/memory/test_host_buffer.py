@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpurt.errors import GPUError, OutOfMemory, OutOfRange, TransferFailed, Unsupported
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver
 from gpurt.testing.kit.probe import DriverProbe
 from tests.support.reference_driver import ReferenceDriver
@@ -245,7 +245,7 @@ async def test_a_buffer_may_end_in_the_middle_of_anything() -> None:
         ring: list[Any] = [await backend.host_buffer(DEVICE, 40_000)]
         ring.append(ring)
         del ring
-        with backend._host_pool._lock, pytest.warns(ResourceWarning):
+        with backend._opening.host_pool._lock, pytest.warns(ResourceWarning):
             gc.collect()
         with await backend.host_buffer(DEVICE, 40_000):
             pass

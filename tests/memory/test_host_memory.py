@@ -10,8 +10,8 @@ import pytest
 
 from gpurt.errors import OutOfMemory
 from gpurt.memory import transfer
-from gpurt.memory.hostbytes import read_bytes
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.host_memory import read_bytes
 from gpurt.tensors import get_memory_manager, to_device
 from gpurt.testing import SimulatedDriver, parse_simulation
 from tests.support.reference_driver import ReferenceDriver

@@ -13,7 +13,7 @@ import pytest
 from gpurt.backends.cpu_backend import CPUDriver
 from gpurt.driver import Driver
 from gpurt.errors import InvalidHandle, OutOfRange, TransferFailed
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import FaultyDriver, SimulatedDriver, parse_simulation
 from gpurt.testing.kit.probe import DriverProbe
 from tests.support.reference_driver import ReferenceDriver

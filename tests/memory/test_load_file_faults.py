@@ -18,7 +18,7 @@ import pytest
 from gpurt.backends.cpu_backend import CPUDriver
 from gpurt.driver import Driver
 from gpurt.errors import BackendClosed, DeviceLost, GPUError, InvalidHandle, OutOfMemory, OutOfRange, TransferFailed
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, parse_simulation
 from gpurt.testing.kit.base import shutdown_quietly
 from gpurt.testing.loops import turns, until
@@ -112,7 +112,7 @@ class Rig:
         usages = [self.backend.ledger.usage(device_id) for device_id in self.devices]
         assert [(usage.current_count, usage.committed_bytes) for usage in usages] == [(0, 0), (0, 0)]
         assert self.backend.live_handles == 0
-        assert self.backend._host_pool._used == 0
+        assert self.backend._opening.host_pool.used_bytes == 0
         assert not [each.name for each in threading.enumerate() if each.name.startswith("gpurt:weights")]
         if not lost:  # a lost device takes its memory with it
             await self.backend.trim()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpurt.errors import DeviceLost, GPUError, OutOfRange
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver
 from gpurt.testing.loops import until
 from tests.support.reference_driver import ReferenceDriver

@@ -24,7 +24,7 @@ from gpurt.errors import (
     WrongLoop,
 )
 from gpurt.memory.manager import MemoryManager
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.tensors import get_memory_manager, to_device
 from gpurt.testing import FaultyDriver, SimulatedDriver, parse_simulation
 from gpurt.testing.sparse import SparseMemory

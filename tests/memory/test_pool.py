@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpurt.errors import OutOfMemory
-from gpurt.memory.pool import Pool, size_class
-from gpurt.shell import DriverBackend
+from gpurt.runtime.allocator import Block, Pool, size_class
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.kit.probe import DriverProbe
 from tests.support.reference_driver import ReferenceDriver
 
@@ -35,10 +35,10 @@ def test_a_class_wastes_an_eighth_at_most(nbytes: int) -> None:
 
 
 def test_a_block_that_could_never_be_kept_is_not_rounded_up() -> None:
-    assert Pool(MIB).block_bytes(5 * MIB + 1, 1) == 5 * MIB + 1
-    assert Pool(0).block_bytes(1, 1) == 1
-    assert Pool(0).block_bytes(1, 256) == 256
-    assert Pool(MIB).block_bytes(100, 768) == 768
+    assert Pool(MIB, 1).block_bytes(5 * MIB + 1) == 5 * MIB + 1
+    assert Pool(0, 1).block_bytes(1) == 1
+    assert Pool(0, 256).block_bytes(1) == 256
+    assert Pool(MIB, 768).block_bytes(100) == 768
 
 
 @settings(max_examples=100, deadline=None)
@@ -47,30 +47,32 @@ def test_a_block_that_could_never_be_kept_is_not_rounded_up() -> None:
     limit=st.integers(0, 12),
 )
 def test_a_block_is_in_one_place_and_the_books_are_right(steps: list[tuple[str, int]], limit: int) -> None:
-    pool, serial = Pool(limit), iter(range(1000))
-    inside: dict[int, int] = {}  # token → size
-    outside: list[tuple[int, int]] = []  # (size, token)
+    pool = Pool(limit * 512, 512)
+    inside: set[Block] = set()
+    outside: list[Block] = []
     for step, size in steps:
+        size *= 512
         if step == "take":
-            token = pool.take(size)
-            if token is None:
-                assert size not in inside.values()
-                outside.append((size, next(serial)))
+            block = pool.take(size)
+            if block is None:
+                assert size not in {each.nbytes for each in inside}
+                outside.append(Block(0, size, None))
             else:
-                assert inside.pop(token) == size
-                outside.append((size, token))
+                assert block.nbytes == size
+                inside.remove(block)
+                outside.append(block)
         elif step == "give" and outside:
-            block, token = outside.pop()
-            fits = sum(inside.values()) + block <= limit
-            assert pool.give(block, token) == fits
+            block = outside.pop()
+            fits = sum(each.nbytes for each in inside) + block.nbytes <= limit * 512
+            assert pool.give(block) == fits
             if fits:
-                inside[token] = block
+                inside.add(block)
         elif step == "evict":
-            tokens, freed = pool.evict(size)
-            assert freed == sum(inside.pop(token) for token in tokens)
-            assert freed >= size or not inside
+            blocks = pool.evict(size)
+            inside -= set(blocks)
+            assert sum(block.nbytes for block in blocks) >= size or not inside
         statistics = pool.statistics()
-        assert statistics.cached_bytes == sum(inside.values()) <= limit
+        assert statistics.cached_bytes == sum(each.nbytes for each in inside) <= limit * 512
         assert statistics.cached_count == len(inside)
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from gpurt.errors import BackendClosed, DeviceNotFound, HandleInUse, InvalidHandle, OutOfMemory, OutOfRange
-from gpurt.memory.elements import MOST_EXTENTS
 from gpurt.memory.scope import current_scope
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.elements import MOST_EXTENTS
 from gpurt.testing.kit.probe import DriverProbe
 from tests.support.reference_driver import ReferenceDriver
 

@@ -15,11 +15,9 @@ import pytest
 from gpurt.backends.cuda_backend import CUDADriver
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, GPUError
-from gpurt.memory.allocator import Allocator
-from gpurt.memory.ledger import Ledger
-from gpurt.memory.pool import Pool
-from gpurt.order import Order
-from gpurt.shell import DriverBackend
+from gpurt.runtime.allocator import Allocator, Ledger, Pool
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.order import Order
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, parse_simulation, soak
 from gpurt.testing.kit.base import shutdown_quietly
 from gpurt.testing.loops import until

@@ -32,7 +32,7 @@ from gpurt.errors import (
 from gpurt.memory import hosttensor
 from gpurt.memory.arrays import DeviceArray
 from gpurt.memory.scope import ScopedArray
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.tensors import get_memory_manager, to_device
 from gpurt.testing import Fault, FaultyDriver, create_simulated
 from tests.support.reference_driver import ReferenceDriver

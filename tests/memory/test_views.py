@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpurt.errors import HandleInUse, InvalidHandle, OutOfRange, Unsupported
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.tensors import get_memory_manager
 from gpurt.types import MemoryHandle
 from tests.memory.test_scope import BAD_SHAPES

@@ -13,7 +13,7 @@ import pytest
 
 from gpurt.errors import CompileFailed, OutOfMemory
 from gpurt.placement import Constraints, ConstraintSatisfactionPlacement, ModelSpec, Plan, Workload
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.modelled import ModelledDriver
 from gpurt.testing.pipeline import Network, SimulatedCluster
 from gpurt.testing.profiles import PROFILES, Profile

@@ -17,7 +17,7 @@ from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.wire import Failure
 from gpurt.errors import BackendUnavailable, DeviceLost, ReasonCode
 from gpurt.memory import transfer
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from gpurt.errors import ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.faults import Fault
 from tests.discovery.records import cpu, device
 from tests.problems.rig import Children, as_json, machine

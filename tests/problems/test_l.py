@@ -15,7 +15,7 @@ from gpurt.cluster.master import MasterConfig, run_master
 from gpurt.cluster.view import MasterView
 from gpurt.discovery.events import EventType
 from gpurt.errors import BackendUnavailable, DeviceLost, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.telemetry import GPUMonitoringService, backend_reader
 from gpurt.testing.faults import Fault
 from gpurt.types import DeviceState

@@ -17,7 +17,7 @@ from gpurt.cluster.inprocess import InProcessEngine
 from gpurt.cluster.records import NodeState
 from gpurt.errors import OutOfMemory
 from gpurt.factory import GPUBackendFactory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.host import memory_budget
 from gpurt.telemetry import LeakDetector, RawReading, TelemetryCollector, wait_for_memory, with_fallback
 from gpurt.testing.faults import Fault

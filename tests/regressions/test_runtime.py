@@ -14,7 +14,7 @@ import pytest
 
 from gpurt.backends.cpu_backend import CPUBackend
 from gpurt.errors import BackendClosed, GPUError, HandleInUse, OutOfMemory, OutOfRange
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.profiles import parse_simulation
 from gpurt.testing.simulated import SimulatedDriver

@@ -11,8 +11,8 @@ from typing import Any
 from tests.cluster.support import until
 from tests.support.reference_driver import ReferenceDriver
 
-from gpurt.activity import ReportsActivity
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.protocols import ReportsActivity
 from gpurt.telemetry.backend_metrics import backend_families
 from gpurt.telemetry.metrics import render
 from gpurt.testing.simulated import create_simulated

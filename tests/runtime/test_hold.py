@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from gpurt.errors import DeviceUnresponsive
-from gpurt.job import Job
-from gpurt.lane import HOLD_S, LONG_CALLS, Lane
-from gpurt.mailbox import Mailbox
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.job import Job
+from gpurt.runtime.lane import HOLD_S, LONG_CALLS, Lane, Mailbox
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.simulated import SimulatedDriver, parse_simulation
 

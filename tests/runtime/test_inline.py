@@ -15,8 +15,9 @@ import pytest
 
 from gpurt.backends.cpu_backend import CPUDriver
 from gpurt.errors import DeviceLost, GPUError, TransferFailed
-from gpurt.inline import STOP_AFTER_S, YIELD_AFTER_S, LoopTurn, in_memory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.dispatch import STOP_AFTER_S, YIELD_AFTER_S, LoopTurn
+from gpurt.runtime.operations import in_memory
 from gpurt.testing.faults import FaultyDriver
 
 DEVICE = "cpu:0"
@@ -68,7 +69,7 @@ def driver() -> Recording:
 
 @pytest.fixture
 async def backend(driver: Recording, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DriverBackend]:
-    monkeypatch.setattr("gpurt.inline.STOP_AFTER_S", 60.0)
+    monkeypatch.setattr("gpurt.runtime.dispatch.STOP_AFTER_S", 60.0)
     async with DriverBackend(driver) as backend:
         yield backend
         driver.gate.set()
@@ -130,8 +131,8 @@ async def test_the_time_between_turns_is_not_counted() -> None:
 
 
 async def test_over_the_budget_copies_take_their_lane(driver: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpurt.inline.YIELD_AFTER_S", 60.0)
-    monkeypatch.setattr("gpurt.inline.STOP_AFTER_S", -1.0)
+    monkeypatch.setattr("gpurt.runtime.dispatch.YIELD_AFTER_S", 60.0)
+    monkeypatch.setattr("gpurt.runtime.dispatch.STOP_AFTER_S", -1.0)
     async with DriverBackend(driver) as backend:
         handle = await backend.allocate(DEVICE, 64)
         ticks = 0

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from gpurt.errors import GPUError
-from gpurt.job import NOTHING, Job
-from gpurt.lane import Lane
-from gpurt.mailbox import Mailbox
+from gpurt.runtime.job import NOTHING, Job
+from gpurt.runtime.lane import Lane, Mailbox
 
 WAIT = 5.0
 
@@ -252,8 +251,8 @@ async def test_results_from_many_lanes_all_arrive() -> None:
 
 EXIT_SCRIPT = """
 import threading, time
-from gpurt.job import Job
-from gpurt.lane import Lane
+from gpurt.runtime.job import Job
+from gpurt.runtime.lane import Lane
 idle, hung = Lane("idle"), Lane("hung")
 idle.submit(print, "ran").result()
 entered = threading.Event()
@@ -271,7 +270,7 @@ FORK_SCRIPT = """
 import os, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 from gpurt.errors import GPUError
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
 lane = Lane("parent")
 lane.submit(int).result()
 pid = os.fork()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.support.reference_driver import ReferenceDriver
 
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.loops import until
 from gpurt.types import GPUDevice
 

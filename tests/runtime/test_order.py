@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpurt.job import Job
-from gpurt.order import Chain, Order, Queue
+from gpurt.runtime.job import Job
+from gpurt.runtime.order import Chain, Order, Queue
 
 
 class ManualLane:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpurt.pieces import FIRST_BYTES, PIECE_S, UNCUT_BYTES, pieces
+from gpurt.runtime.pieces import FIRST_BYTES, PIECE_S, UNCUT_BYTES, pieces
 
 MIB = 1 << 20
 

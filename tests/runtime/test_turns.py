@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpurt.backends.cpu_backend import CPUBackend
-from gpurt.turns import TURN_S, short_turns
+from gpurt.runtime.turns import TURN_S, short_turns
 
 
 @pytest.fixture(autouse=True)

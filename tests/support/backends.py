@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpurt.backend import GPUBackend
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from tests.support.reference_driver import ReferenceDriver
 
 

@@ -12,7 +12,7 @@ from gpurt.backend import GPUBackend
 from gpurt.backends.cuda_backend import CUDADriver
 from gpurt.backends.cupy.driver import CuPyDriver
 from gpurt.backends.rocm_backend import ROCmDriver
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from tests.support.fake_cuda import MIB, FakeRuntime, LiveNvml, install, install_nvml, installed
 from tests.support.fake_hip import FakeHip, two_cards
 from tests.support.fake_nvrtc import install_compiler

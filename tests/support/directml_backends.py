@@ -14,7 +14,7 @@ import pytest
 from gpurt.backend import GPUBackend
 from gpurt.backends.directml.runtime import load
 from gpurt.backends.directml_backend import DirectMLBackend, DirectMLDriver
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.dxgi_calls import DESCRIBED, DxgiError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -15,7 +15,7 @@ from gpurt.backend import GPUBackend
 from gpurt.backends.metal.host import Computer, load_mlx
 from gpurt.backends.metal_backend import MetalDriver
 from gpurt.errors import ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.apple_tools import ToolAnswer
 from gpurt.sources.table import Absence
 

@@ -11,7 +11,7 @@ from typing import Any
 from gpurt.backend import GPUBackend
 from gpurt.backends.opencl_backend import OpenCLBackend, OpenCLDriver
 from gpurt.errors import BackendUnavailable, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 
 
 class StandIn:

@@ -13,7 +13,7 @@ import numpy as np
 from gpurt.backend import GPUBackend
 from gpurt.backends.tflite.model import ROW_BYTES
 from gpurt.backends.tflite_gpu_backend import TFLiteGPUDriver
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 
 HOST_MEMORY = 1
 """Of ``supported_types``."""

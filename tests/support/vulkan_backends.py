@@ -11,7 +11,7 @@ from typing import Any
 from gpurt.backend import GPUBackend
 from gpurt.backends.vulkan_backend import VulkanDriver
 from gpurt.errors import BackendUnavailable
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 
 
 class StandIn:

@@ -12,7 +12,7 @@ import pytest
 
 from gpurt.backends.cpu_backend import CPUDriver
 from gpurt.errors import DeviceLost, GPUError, Unsupported
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.telemetry import (
     METRICS,
     BlockingReader,

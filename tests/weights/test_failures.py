@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from gpurt.errors import DeviceLost, DeviceNotFound, GPUError, OutOfMemory, TransferFailed
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, create_simulated, parse_simulation
 from gpurt.weights import WeightsError, load_safetensors
 from tests.weights.support import (

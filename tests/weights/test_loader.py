@@ -18,7 +18,7 @@ import pytest
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import HandleInUse, InvalidHandle, OutOfRange
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing import FaultyDriver, SimulatedDriver, create_simulated, parse_simulation
 from gpurt.testing.sparse import SparseMemory
 from gpurt.weights import LoadedTensor, LoadedWeights, load_safetensors

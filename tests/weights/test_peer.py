@@ -27,8 +27,8 @@ from gpurt.errors import (
     Unsupported,
 )
 from gpurt.memory import transfer
-from gpurt.memory.hostbuffer import HostBuffer
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.host_memory import HostBuffer
 from gpurt.tensors import get_memory_manager, to_device
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, parse_simulation
 from gpurt.weights import LoadedWeights, load_safetensors
@@ -120,7 +120,7 @@ async def test_to_another_backend(
     assert progress == sorted(progress)
     await local.holds(0)
     await peer.holds(1)
-    assert local.backend._host_pool._used == 0
+    assert local.backend._opening.host_pool.used_bytes == 0
 
 
 async def test_one_chunk_is_read_while_the_one_before_is_written(
@@ -293,7 +293,7 @@ async def test_a_side_that_fails(
     with pytest.raises(error):
         await copy_shard_from_peer(theirs, peer.backend, local.backend, "simulated:0")
     assert local.backend.live_handles == 0
-    await eventually(lambda: local.backend._host_pool._used == 0)
+    await eventually(lambda: local.backend._opening.host_pool.used_bytes == 0)
     await theirs.close()
     if error is DeviceLost:
         failing.simulated.remove(0)  # the memory went with the device
@@ -378,7 +378,7 @@ async def test_cancelled(peer: Side, local: Side, weights: LoadedWeights, where:
     if not direct:
         await local.holds(0)
     await peer.holds(1)
-    await eventually(lambda: local.backend._host_pool._used == 0)
+    await eventually(lambda: local.backend._opening.host_pool.used_bytes == 0)
     held.driver.clear()
     await check(peer.backend, weights, CONTENT)
 
@@ -409,7 +409,7 @@ async def test_cancelled_at_every_turn(
         await local.holds(0)
         await peer.holds(1)
     assert turns > 3
-    await eventually(lambda: local.backend._host_pool._used == 0)
+    await eventually(lambda: local.backend._opening.host_pool.used_bytes == 0)
 
 
 async def test_a_peer_that_hangs(local: Side, tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ async def test_a_peer_that_hangs(local: Side, tmp_path: Path) -> None:
             side.driver.clear()
             await side.backend.synchronize("simulated:1")
             await eventually(lambda: side.backend.devices[0].usable)
-    await eventually(lambda: local.backend._host_pool._used == 0)
+    await eventually(lambda: local.backend._opening.host_pool.used_bytes == 0)
 
 
 # A backend that has no host buffers

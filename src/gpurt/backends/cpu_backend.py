@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -12,7 +13,7 @@ from gpurt.backends.cpu.kernels import LANGUAGES, CPUKernels
 from gpurt.backends.cpu.record import cpu_devices, cpu_telemetry
 from gpurt.backends.host_copy import copy_host
 from gpurt.driver import Driver
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.types import Capabilities, GPUDevice, Telemetry
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class CPUDriver(Driver):
 
     inline_copy_bytes = 1 << 20
     """30 to 100 µs, less than the way to a lane and back, which is 130 µs beside other work. How much of a turn of the
-    loop such copies may take, :mod:`gpurt.inline` says."""
+    loop such copies may take, :mod:`gpurt.runtime.dispatch` says."""
 
     def __init__(
         self,
@@ -129,16 +130,19 @@ class CPUDriver(Driver):
 
 
 class CPUBackend(DriverBackend):
-    """:class:`CPUDriver` as a backend. ``options`` are those of :class:`gpurt.shell.DriverBackend`."""
+    """:class:`CPUDriver` as a backend. ``options`` are those of :class:`gpurt.runtime.backend.DriverBackend`."""
 
     def __init__(self, *, memory_limit: int | None = None, devices: int = 1, **options: Any) -> None:
         # Both know the limit, but the shell alone keeps to it. It counts what was asked for and what is still on its
         # way; a driver sees blocks, which are up to an eighth larger, and would refuse the end of the limit.
-        driver = CPUDriver(memory_limit=memory_limit, devices=devices, taken=self._taken)
-        super().__init__(driver, memory_limit=memory_limit, **options)
+        this = weakref.ref(self)  # the driver outlives a backend that is forgotten, and must not keep it
 
-    def _taken(self, index: int) -> int:
-        return self.ledger.usage(self._devices[index].device_id).committed_bytes
+        def taken(index: int) -> int:
+            backend = this()
+            return 0 if backend is None else backend.ledger.usage(f"{CPUDriver.name}:{index}").committed_bytes
+
+        driver = CPUDriver(memory_limit=memory_limit, devices=devices, taken=taken)
+        super().__init__(driver, memory_limit=memory_limit, **options)
 
 
 def create() -> GPUBackend:

@@ -17,7 +17,7 @@ from gpurt.backends.cupy.runtime import CUDA_INSTALL_HINT
 from gpurt.backends.cupy.tuning_file import TuningFile
 from gpurt.errors import BackendUnavailable
 from gpurt.identity import device_identity, normalize_uuid
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources import nvml
 from gpurt.types import DeviceIdentity, DeviceState, GPUDevice, Telemetry
 

@@ -21,7 +21,7 @@ from gpurt.backends.directml.runtime import DeviceType, load, meaning
 from gpurt.backends.directml.session import DeviceCopies
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, GPUError, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.dxgi_calls import DxgiCalls
 from gpurt.types import Capabilities, DeviceState, GPUDevice, Telemetry
 

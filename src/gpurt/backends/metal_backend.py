@@ -18,7 +18,7 @@ from gpurt.backends.metal.memory import Block, Budget, CpuBudget, GpuBudget, dro
 from gpurt.backends.metal.streams import give_back_stream, take_stream
 from gpurt.driver import Driver
 from gpurt.errors import DeviceLost, GPUError, OutOfMemory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.apple_query import Run
 from gpurt.sources.apple_tools import run_tool
 from gpurt.types import Capabilities, GPUDevice, Telemetry

@@ -24,7 +24,7 @@ from gpurt.backends.opencl.calls import OpenCLCalls
 from gpurt.backends.opencl.memory import OpenCLBudget, OpenCLMemory
 from gpurt.driver import Driver
 from gpurt.errors import DeviceLost, GPUError, InvalidHandle, OutOfMemory, OutOfRange, ReasonCode
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.host_identity import host_fingerprint, pci_numa_node
 from gpurt.sources.opencl_identity import backend_name_of, identity_of, usable_devices, vendor_of
 from gpurt.sources.opencl_properties import OpenClDevice, read_opencl
@@ -277,7 +277,7 @@ class OpenCLDriver(Driver):
 
 
 class OpenCLBackend(DriverBackend):
-    """Every OpenCL device; ``options`` are those of :class:`gpurt.shell.DriverBackend`."""
+    """Every OpenCL device; ``options`` are those of :class:`gpurt.runtime.backend.DriverBackend`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(OpenCLDriver(), **options)

@@ -16,7 +16,7 @@ from gpurt.backends.cupy.rocm_record import rocm_record
 from gpurt.backends.cupy.rocm_refusals import check_system, install_hint, kernel_trouble, not_counted
 from gpurt.backends.cupy.tuning_file import TuningFile
 from gpurt.errors import BackendUnavailable
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.amd_telemetry import read_amd_telemetry
 from gpurt.types import GPUDevice, Telemetry
 

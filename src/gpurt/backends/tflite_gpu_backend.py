@@ -21,7 +21,7 @@ from gpurt.backends.host_heap import give_back_freed
 from gpurt.driver import Driver
 from gpurt.errors import GPUError, OutOfMemory
 from gpurt.platforms import Platform, current_platform
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources import host
 from gpurt.types import Capabilities, DeviceIdentity, DeviceKind, GPUDevice, Telemetry
 

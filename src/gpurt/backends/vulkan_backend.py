@@ -26,7 +26,7 @@ from gpurt.backends.vulkan.stream import Stream
 from gpurt.driver import Driver
 from gpurt.errors import BackendClosed, GPUError, Unsupported
 from gpurt.platforms import current_platform
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.sources.table import Absence
 from gpurt.types import Capabilities, DeviceKind, GPUDevice, Telemetry
 

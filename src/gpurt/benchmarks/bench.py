@@ -21,7 +21,6 @@ from gpurt.benchmarks.raw import HostRaw, Raw
 from gpurt.benchmarks.vulkan_raw import RawVulkan
 from gpurt.errors import DeviceNotFound, Unsupported
 from gpurt.factory import create_backend
-from gpurt.shell import DriverBackend
 from gpurt.sources.host import memory_budget
 from gpurt.types import GPUDevice
 
@@ -121,9 +120,7 @@ class Bench:
 
     @property
     def _largest_allocation(self) -> int | None:
-        return (
-            self.backend.driver.capabilities.max_allocation_bytes if isinstance(self.backend, DriverBackend) else None
-        )
+        return self.backend.capabilities.max_allocation_bytes
 
 
 def _index(device: GPUDevice) -> int:

@@ -19,7 +19,7 @@ from gpurt.benchmarks.torch_raw import torch_copies
 from gpurt.errors import Unsupported
 
 if TYPE_CHECKING:
-    from gpurt.memory.hostbuffer import HostBuffer
+    from gpurt.runtime.host_memory import HostBuffer
 
 _ORDINARY: Final = ("NumPy", "warm NumPy")
 _TORCH_FROM: Final = MIB

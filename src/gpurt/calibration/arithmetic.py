@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.backend import GPUBackend
 from gpurt.calibration import sources
 from gpurt.calibration.rate import ROUND_S, Clock, rate
 from gpurt.errors import BackendClosed, DeviceLost, GPUError, WrongLoop
-from gpurt.offload import off_loop
-from gpurt.types import Capabilities, DeviceKind, GPUDevice, Kernel, MemoryHandle
+from gpurt.runtime.lane import off_loop
+from gpurt.types import DeviceKind, GPUDevice, Kernel, MemoryHandle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,10 +33,7 @@ FATAL: Final = (BackendClosed, WrongLoop, DeviceLost)
 
 def language_of(backend: GPUBackend) -> str | None:
     """A language that both the backend and :mod:`gpurt.calibration.sources` have."""
-    capabilities = cast("Capabilities | None", getattr(getattr(backend, "driver", None), "capabilities", None))
-    return next(
-        (each for each in sorted(capabilities.kernels if capabilities else ()) if each in sources.SOURCES), None
-    )
+    return next((each for each in sorted(backend.capabilities.kernels) if each in sources.SOURCES), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from gpurt.calibration.keep import keep_calibrations, kept_calibrations
 from gpurt.calibration.rate import Clock
 from gpurt.calibration.transfers import file_loads, fill, host_copies, weights_file, within
 from gpurt.errors import BackendClosed, DeviceLost, DeviceNotFound, GPUError, OutOfRange, Unsupported, WrongLoop
-from gpurt.memory.handles import brief, whole_number
 from gpurt.registry.records import CalibrationRecord, utc_now
+from gpurt.runtime.handles import brief, whole_number
 from gpurt.telemetry.readers import backend_reader
 from gpurt.types import DeviceSpeeds, GPUDevice
 

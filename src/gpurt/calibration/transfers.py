@@ -13,7 +13,7 @@ from typing import Final
 from gpurt.backend import GPUBackend
 from gpurt.calibration.rate import Clock, rate
 from gpurt.errors import Unsupported
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 from gpurt.types import MemoryHandle
 
 COPY_BYTES: Final = 64 << 20

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import TransferFailed
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
 
 BLOCK_BYTES: Final = 16 << 20
 """One step: large enough that the copy dominates, small enough for a progress bar."""

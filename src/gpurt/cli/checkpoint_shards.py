@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpurt.backend import GPUBackend
 from gpurt.cluster.state import device_keys
 from gpurt.errors import DeviceNotFound, GPUError, Unsupported
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 from gpurt.weights import LoadedWeights, load_safetensors
 from gpurt.weights.sources import Sources
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from gpurt.cli.demo_model import LAYERS, write_model
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 if TYPE_CHECKING:
     from gpurt.cli.demo_screen import Screen

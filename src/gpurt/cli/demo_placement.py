@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpurt.cli.demo_model import NAME, demo_spec, tensors_of
 from gpurt.errors import GPUError, TransferFailed
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 if TYPE_CHECKING:
     from gpurt.cli.demo_screen import Screen

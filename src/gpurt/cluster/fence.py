@@ -16,8 +16,8 @@ from gpurt.cluster.errors import StaleTerm
 from gpurt.cluster.promises import InstancePromises, Promised, PromiseFile, Promises
 from gpurt.cluster.shards import MAX_INSTANCES
 from gpurt.errors import GPUError
-from gpurt.offload import off_loop
 from gpurt.placement.version import PlanVersion
+from gpurt.runtime.lane import off_loop
 
 REMEMBERED: Final = 32
 """Instances that the node holds nothing of, and whose latest versions are kept all the same: one that was let go of, or

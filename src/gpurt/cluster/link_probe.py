@@ -27,7 +27,7 @@ from gpurt.cluster.link_wire import Wire
 from gpurt.cluster.security.errors import InsecureEndpoint
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.security.peers import Credentials
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 WARM_UP: Final = 1 / 8
 """Of the bytes: sent first and not timed, while TCP finds out how much may be under way."""

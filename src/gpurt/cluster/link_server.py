@@ -29,7 +29,7 @@ from gpurt.cluster.link_wire import Wire
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.security.peers import Credentials
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 MAX_CALLERS: Final = 8
 """Connections at once, a thread each; all but one are told that the node is busy."""

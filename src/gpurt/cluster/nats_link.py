@@ -20,7 +20,7 @@ from gpurt.cluster.nats_settings import SCHEME, NatsSettings, load_nats
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.handshake import GIVE_TLS, speaks_tls
 from gpurt.cluster.security.protection import Protection
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from gpurt.cluster.state import this_host
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 DEFAULT_ENDPOINT: Final = "tcp/127.0.0.1:7447"
 """zenoh's registered port."""

@@ -35,7 +35,7 @@ from gpurt.cluster.zenoh_readings import ZenohReadings, put_readings
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from gpurt.errors import GPUError
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 from gpurt.sources.host_identity import host_fingerprint
 from gpurt.sources.host_memory import HostMemory, memory_budget
 from gpurt.types import DeviceKind, GPUDevice

@@ -12,7 +12,7 @@ from gpurt.discovery.examine import Request, examine
 from gpurt.discovery.line import ProbeLine
 from gpurt.discovery.wire import Failure, ProbeOutcome, Transcript
 from gpurt.errors import ReasonCode
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
 
 
 class InPlaceProber:

@@ -17,8 +17,8 @@ from gpurt.discovery.survey import Survey, backend_names
 from gpurt.errors import ReasonCode
 from gpurt.hotchange.marks import read_marks
 from gpurt.hotchange.nodes import is_on_bus, lost_nodes
-from gpurt.offload import off_loop
 from gpurt.platforms import Platform
+from gpurt.runtime.lane import off_loop
 from gpurt.settings import SelectionSettings
 from gpurt.types import BackendReport
 

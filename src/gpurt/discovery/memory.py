@@ -19,8 +19,8 @@ from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
 from gpurt.errors import ReasonCode
 from gpurt.health.policy import HealthPolicy
-from gpurt.offload import off_loop
 from gpurt.registry.records import CalibrationRecord, Link, between
+from gpurt.runtime.lane import off_loop
 from gpurt.sources.host_identity import boot_id
 from gpurt.types import GPUDevice
 

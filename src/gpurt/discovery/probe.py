@@ -28,7 +28,7 @@ from gpurt.discovery.probe_process import (
 )
 from gpurt.discovery.wire import Failure, ProbeOutcome, Transcript
 from gpurt.errors import ReasonCode
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 from gpurt.sources.nvidia_traces import NO_NVIDIA_DRIVER, has_nvidia_traces
 
 CLOSE_GRACE_S: Final = 1.0

@@ -20,8 +20,8 @@ from gpurt.discovery.probe import has_child_processes
 from gpurt.discovery.remembered import Remembered, refreshed, worth_remembering
 from gpurt.discovery.wire import Failure, ProbeOutcome
 from gpurt.errors import ReasonCode
-from gpurt.offload import off_loop
 from gpurt.platforms import PLATFORM_BACKEND_PRIORITY, Platform
+from gpurt.runtime.lane import off_loop
 from gpurt.settings import SelectionSettings
 from gpurt.sources.pci import BACKEND_VENDORS, NVIDIA, has_pci_vendor
 from gpurt.types import GPUDevice

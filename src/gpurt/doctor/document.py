@@ -17,11 +17,11 @@ from gpurt.doctor.packages import packages
 from gpurt.doctor.registry import registry_health
 from gpurt.doctor.system import system
 from gpurt.errors import GPUError
-from gpurt.offload import off_loop
 from gpurt.platforms import current_platform
 from gpurt.recording.environment import allowed
 from gpurt.recording.mask import Masker, host_masker
 from gpurt.recording.place import place_of
+from gpurt.runtime.lane import off_loop
 
 SCHEMA_VERSION: Final = 1
 

@@ -12,7 +12,7 @@ from gpurt.hotchange.cause import Cause
 from gpurt.hotchange.marks import Marks, changes, read_marks
 from gpurt.hotchange.sleep import SleepClock
 from gpurt.hotchange.uevents import UeventSocket
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 
 DEBOUNCE_S: Final = 0.25
 """A card that is plugged in makes a dozen events, and its driver needs a moment."""

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable
 
 from gpurt.errors import GPUError
-from gpurt.offload import off_loop
 from gpurt.registry.measured import MeasuredFile
 from gpurt.registry.records import Link
+from gpurt.runtime.lane import off_loop
 
 _log = logging.getLogger("gpurt.links")
 

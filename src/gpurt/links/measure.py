@@ -16,9 +16,9 @@ from gpurt.backend import GPUBackend
 from gpurt.errors import BackendClosed, DeviceNotFound, GPUError, OutOfRange, TransferFailed, Unsupported, WrongLoop
 from gpurt.links.keep import keep_links
 from gpurt.links.way import peer_access, way_between
-from gpurt.memory.handles import brief, whole_number
-from gpurt.offload import off_loop
 from gpurt.registry.records import Link, LinkType, between, utc_now
+from gpurt.runtime.handles import brief, whole_number
+from gpurt.runtime.lane import off_loop
 from gpurt.types import GPUDevice, MemoryHandle
 
 MAX_BYTES: Final = 128 << 20

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendUnavailable
 from gpurt.registry.records import LinkType
-from gpurt.types import Capabilities, GPUDevice
-
-
-@runtime_checkable
-class TellsPeers(Protocol):
-    """What a driver may say beyond :class:`gpurt.driver.Driver`."""
-
-    def peer_access(self, src_index: int, dst_index: int) -> bool | None:
-        """Whether copies from the one device reach the other directly; None before the first. Must not block."""
-        ...
+from gpurt.runtime.protocols import KnowsPeers
+from gpurt.types import GPUDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +23,7 @@ class Way:
 
 def peer_access(backend: GPUBackend, src_device_id: str, dst_device_id: str) -> bool | None:
     """What the backend's driver knows after a copy; None where it does not tell."""
-    driver = getattr(backend, "driver", None)
-    if isinstance(driver, TellsPeers):
-        indexes = {device.device_id: index for index, device in enumerate(backend.devices)}
-        return driver.peer_access(indexes[src_device_id], indexes[dst_device_id])
-    capabilities = cast("Capabilities | None", getattr(driver, "capabilities", None))
-    return False if capabilities is not None and not capabilities.p2p else None
+    return backend.peer_access(src_device_id, dst_device_id) if isinstance(backend, KnowsPeers) else None
 
 
 def way_between(src: GPUDevice, dst: GPUDevice, peers: bool | None) -> Way:

@@ -7,13 +7,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from gpurt.backend import GPUBackend
-from gpurt.driver import Driver
 from gpurt.errors import BackendClosed, HandleInUse, InvalidHandle, Unsupported
-from gpurt.memory.elements import load_numpy, numpy_dtype
-from gpurt.memory.hostbytes import host_memory_ran_out
 from gpurt.memory.scope import ScopedArray
 from gpurt.memory.undo import outlived, tell_beside
-from gpurt.memory.views import DeviceView
+from gpurt.runtime.elements import load_numpy, numpy_dtype
+from gpurt.runtime.host_memory import host_memory_ran_out
+from gpurt.runtime.views import DeviceView
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,10 +104,9 @@ class DeviceArray(ScopedArray):
             tell_beside(exc, "freeing an array", error)
 
     async def _shared(self) -> NDArray[Any]:
-        driver = getattr(self.backend, "driver", None)
-        if isinstance(driver, Driver) and not driver.capabilities.host_visible:
-            # Asked before a view is made: one of CUDA's would count as an export, which costs its block a
-            # synchronisation when it is freed.
+        if self.backend.capabilities.cuda_pointers:
+            # Asked before a view is made: it would count as an export, which costs its block a synchronisation when it
+            # is freed.
             raise Unsupported(
                 "the host cannot address the memory of this device",
                 backend=self.backend.name,

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from gpurt.errors import GPUError, OutOfRange, Unsupported
-from gpurt.memory.elements import load_numpy
-from gpurt.memory.hostbuffer import HostBuffer
-from gpurt.memory.hostbytes import host_memory_ran_out
-from gpurt.offload import off_loop
+from gpurt.runtime.elements import load_numpy
+from gpurt.runtime.host_memory import HostBuffer, host_memory_ran_out
+from gpurt.runtime.lane import off_loop
 
 T = TypeVar("T")
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, Unsupported
 from gpurt.memory.arrays import DeviceArray
-from gpurt.memory.elements import DType, Shape, understand_array
-from gpurt.memory.ledger import Usage
-from gpurt.memory.pool import PoolStatistics
+from gpurt.runtime.elements import DType, Shape, understand_array
+from gpurt.runtime.protocols import PoolStatistics, ReportsMemory
 from gpurt.types import MemoryInfo
 
 
@@ -57,9 +54,7 @@ class MemoryManager:
         Raises:
             Unsupported: the backend has no pool of gpurt's. BackendClosed, DeviceLost.
         """
-        statistics: Callable[[str], PoolStatistics] | None = getattr(self.backend, "pool_statistics", None)
-        ledger: Any = getattr(self.backend, "ledger", None)
-        if statistics is None or ledger is None:
+        if not isinstance(self.backend, ReportsMemory):
             raise Unsupported(
                 "this backend has no pool of gpurt's",
                 backend=self.backend.name,
@@ -67,8 +62,8 @@ class MemoryManager:
                 operation="MemoryManager.pool",
                 hint="memory_info() tells what the device has",
             )
-        pool = statistics(self.device_id)  # first: it checks that the backend is open
-        usage: Usage = ledger.usage(self.device_id)
+        pool = self.backend.pool_statistics(self.device_id)
+        usage = self.backend.memory_usage(self.device_id)
         return PoolUsage(
             **asdict(pool),
             live_bytes=usage.current_bytes,

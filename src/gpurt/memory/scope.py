@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Self
 import anyio
 
 from gpurt.errors import BackendClosed, DeviceNotFound, GPUError, HandleInUse, InvalidHandle
-from gpurt.memory.elements import DType, Shape, understand_array
 from gpurt.memory.undo import outlived, tell_beside
+from gpurt.runtime.elements import DType, Shape, understand_array
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Final
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import Unsupported
-from gpurt.memory.hostbuffer import HostBuffer
-from gpurt.memory.hostbytes import host_memory_ran_out
+from gpurt.runtime.host_memory import HostBuffer, host_memory_ran_out
 from gpurt.types import MemoryHandle
 
 STAGING_BYTES: Final = 16 << 20

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendClosed, GPUError, HandleInUse
+from gpurt.runtime.protocols import FreesWhenUnviewed
 from gpurt.types import MemoryHandle
 
 log = logging.getLogger("gpurt.memory")
@@ -26,9 +27,8 @@ async def undo_allocations(backend: GPUBackend, handles: Sequence[MemoryHandle],
 def outlived(backend: GPUBackend, handle: MemoryHandle) -> None:
     """An owner ends before the views of its allocation do: let the backend free it when they are gone, where it can
     (one that cannot tells of it at shutdown)."""
-    later: Callable[[MemoryHandle], None] | None = getattr(backend, "free_when_unviewed", None)
-    if later is not None:
-        later(handle)
+    if isinstance(backend, FreesWhenUnviewed):
+        backend.free_when_unviewed(handle)
 
 
 def tell_beside(failure: BaseException, what: str, error: Exception) -> None:

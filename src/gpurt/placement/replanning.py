@@ -11,7 +11,6 @@ from threading import Event
 from types import TracebackType
 from typing import Any, Final, Self
 
-from gpurt.offload import off_loop
 from gpurt.placement.arguments import all_of_kind, check_kind
 from gpurt.placement.assembly import objective_value
 from gpurt.placement.constraints import Constraints
@@ -27,6 +26,7 @@ from gpurt.placement.solver import DEFAULT_BUDGET
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.topology import Topology
 from gpurt.placement.version import PlanVersion
+from gpurt.runtime.lane import off_loop
 
 _LOG = logging.getLogger(__name__)
 _NOTICED: Final = 0.2

@@ -13,11 +13,11 @@ from gpurt.discovery.sight_record import read_table
 from gpurt.discovery.survey import Prober
 from gpurt.discovery.wire import Failure, ProbeOutcome, Transcript
 from gpurt.errors import ReasonCode
-from gpurt.offload import off_loop
 from gpurt.recording.answers import NOT_RECORDED, DriverAnswer, RecordedFailure, check_devices, read_answers
 from gpurt.recording.layout import DRIVERS, NODES, ROOT, TABLES, read_environ, read_json, read_meta
 from gpurt.recording.nodes import read_nodes, with_recorded_access
 from gpurt.recording.processor import recorded_processor
+from gpurt.runtime.lane import off_loop
 from gpurt.sources.recorded import check_tree
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from gpurt.discovery.probe import ChildProber
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
-from gpurt.offload import off_loop
 from gpurt.platforms import current_platform
 from gpurt.recording import layout
 from gpurt.recording.answers import DriverAnswer, answers_of
@@ -28,6 +27,7 @@ from gpurt.recording.place import container_of
 from gpurt.recording.prober import KeepingProber
 from gpurt.recording.staging import Staging
 from gpurt.recording.tables import read_tables
+from gpurt.runtime.lane import off_loop
 from gpurt.sources.host_identity import host_fingerprint
 
 

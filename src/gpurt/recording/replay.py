@@ -11,11 +11,11 @@ from gpurt.discovery.merge import merge
 from gpurt.discovery.result import DiscoveryResult, summarize
 from gpurt.discovery.wire import ProbeOutcome
 from gpurt.errors import GPUError, ReasonCode
-from gpurt.offload import off_loop
 from gpurt.platforms import PLATFORM_BACKEND_PRIORITY
 from gpurt.recording.layout import ROOT, Meta
 from gpurt.recording.place import Place, os_release
 from gpurt.recording.prober import FixtureProber
+from gpurt.runtime.lane import off_loop
 from gpurt.settings import canonical_name
 from gpurt.sources.host_identity import host_fingerprint
 from gpurt.sources.pci import BACKEND_VENDORS, has_pci_vendor

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from gpurt.errors import Unsupported
 from gpurt.identity import normalize_pci_address
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
 from gpurt.sources.nvml import NvmlSession, open_session
 from gpurt.sources.nvml_fields import FieldReader, error_code
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-from gpurt.activity import ReportsActivity
 from gpurt.backend import GPUBackend
 from gpurt.errors import GPUError
-from gpurt.memory.ledger import Usage
-from gpurt.memory.pool import PoolStatistics
+from gpurt.runtime.protocols import PoolStatistics, ReportsActivity, ReportsMemory, Usage
 from gpurt.telemetry.metrics import Family
 
 
@@ -48,11 +45,9 @@ def backend_families(backends: Iterable[GPUBackend]) -> list[Family]:
 
 
 def _memory(backend: GPUBackend, device_id: str) -> tuple[Usage, PoolStatistics] | None:
-    statistics: Callable[[str], PoolStatistics] | None = getattr(backend, "pool_statistics", None)
-    ledger: Any = getattr(backend, "ledger", None)
-    if statistics is None or ledger is None:
+    if not isinstance(backend, ReportsMemory):
         return None
     try:
-        return ledger.usage(device_id), statistics(device_id)
+        return backend.memory_usage(device_id), backend.pool_statistics(device_id)
     except GPUError:  # the device is lost, or the backend is being closed: nothing is known
         return None

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from gpurt.errors import GPUError
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 from gpurt.telemetry.metrics import Family
 
 LOOPBACK: Final = "127.0.0.1"

@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceLost, GPUError, Unsupported
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
+from gpurt.runtime.protocols import ReportsTelemetry
 from gpurt.sources.nvml import NvmlSession, open_session
 from gpurt.telemetry.reading import METRICS, RawReading
 from gpurt.types import Telemetry
@@ -24,16 +25,11 @@ anything else when the reading fails. Cancelled, it must return at once."""
 _FAILED: Final = frozenset({"error", "no_permission"})
 
 
-@runtime_checkable
-class _TellsAll(Protocol):
-    async def get_telemetry(self, device_id: str) -> Telemetry: ...
-
-
 def backend_reader(backend: GPUBackend, device_id: str) -> Read:
     """Read through a backend that is open: in one call where it has ``get_telemetry``, else by its four methods."""
 
     async def read() -> RawReading:
-        if isinstance(backend, _TellsAll):
+        if isinstance(backend, ReportsTelemetry):
             return from_telemetry(await backend.get_telemetry(device_id))
         return await _by_metric(backend, device_id)
 

@@ -15,7 +15,7 @@
 
 Needs pytest, pytest-asyncio and numpy, and hypothesis for the model test. A ``backend`` fixture that raises
 ``BackendUnavailable`` skips, unless ``GPURT_TEST_REQUIRE`` names the backend. Tests that watch or hold driver calls
-run on a :class:`gpurt.shell.DriverBackend` and skip on others.
+run on a :class:`gpurt.runtime.backend.DriverBackend` and skip on others.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy as np
 from gpurt.calibration import calibrate
 from gpurt.placement import LayerSpec, Link, ModelSpec, PlacementDevice, Plan, Topology, device_from_gpu
 from gpurt.placement.costs import TOKEN_BYTES
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.modelled import LANGUAGE, ModelledDriver
 from gpurt.testing.profiles import Profile
 from gpurt.testing.wire import Wire

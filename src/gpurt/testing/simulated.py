@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, DeviceLost, GPUError, ReasonCode
 from gpurt.limits import limit_memory, limit_of
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.profiles import GIB, Profile, parse_simulation
 from gpurt.testing.sparse import PAGE_BYTES, HostBudget, MemoryReleased, SparseMemory
 from gpurt.testing.wire import Wire
@@ -287,7 +287,7 @@ class SimulatedDriver(Driver):
 
 
 class SimulatedBackend(DriverBackend):
-    """Simulated devices as a backend; ``options`` are those of :class:`gpurt.shell.DriverBackend`.
+    """Simulated devices as a backend; ``options`` are those of :class:`gpurt.runtime.backend.DriverBackend`.
 
     Args:
         settings: limits and reserves, as ``GPURT_MEMORY_LIMIT`` and ``GPURT_MEMORY_RESERVE`` set them for real devices.

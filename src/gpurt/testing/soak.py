@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gpurt.errors import GPUError
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.soak_run import Soak, SoakResult
 
 DEFAULT_LIMIT: Final = 32 << 20

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from gpurt.errors import GPUError
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.soak_steps import LARGEST, Steps, Wrong
 from gpurt.types import DeviceKind
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import anyio
 
 from gpurt.errors import GPUError, OutOfMemory
-from gpurt.shell import DriverBackend
+from gpurt.runtime.backend import DriverBackend
 from gpurt.testing.soak_model import Expected, Fate, Slot, Write
 
 LARGEST: Final = 8 << 20

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import GPUError, OutOfRange
-from gpurt.memory.handles import brief, whole_number
-from gpurt.memory.openedfile import path_name
-from gpurt.memory.progress import check_progress
+from gpurt.runtime.files import path_name
+from gpurt.runtime.handles import brief, whole_number
+from gpurt.runtime.progress import check_progress
 
 
 def check_load(

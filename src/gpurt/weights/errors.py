@@ -6,7 +6,7 @@ import reprlib
 from typing import Any
 
 from gpurt.errors import GPUError
-from gpurt.memory.openedfile import brief_path
+from gpurt.runtime.files import brief_path
 
 # Names and values come from the file and may be megabytes long; an error shows this much of one.
 _brief = reprlib.Repr()

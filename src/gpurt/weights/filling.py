@@ -10,8 +10,8 @@ from functools import partial
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import GPUError
-from gpurt.memory.filestream import FileChanged
-from gpurt.memory.progress import tell_progress
+from gpurt.runtime.files import FileChanged
+from gpurt.runtime.progress import tell_progress
 from gpurt.types import MemoryHandle
 from gpurt.weights.plan import Block, Gather, Run, plan_transfers
 from gpurt.weights.quiet import drop

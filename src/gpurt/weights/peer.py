@@ -10,12 +10,12 @@ from typing import TypeVar, cast
 
 from gpurt.backend import GPUBackend
 from gpurt.errors import DeviceNotFound, OutOfRange
-from gpurt.memory.handles import brief
-from gpurt.memory.progress import check_progress, tell_progress
 from gpurt.memory.scope import ScopedArray
 from gpurt.memory.transfer import Place, transfer
 from gpurt.memory.undo import undo_allocations
-from gpurt.offload import off_loop
+from gpurt.runtime.handles import brief
+from gpurt.runtime.lane import off_loop
+from gpurt.runtime.progress import check_progress, tell_progress
 from gpurt.types import MemoryHandle
 from gpurt.weights.arguments import check_backend
 from gpurt.weights.errors import shown

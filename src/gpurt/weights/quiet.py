@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from gpurt.turns import short_turns
+from gpurt.runtime.turns import short_turns
 
 SLICE: Final = 1000
 """Objects that are dealt with at a time where the loop or the GIL is held: well under 1 ms."""

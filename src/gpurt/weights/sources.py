@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from gpurt.memory.openedfile import FileVersion, OpenedFile, brief_path
+from gpurt.runtime.files import FileVersion, OpenedFile, brief_path
 from gpurt.weights.document import MAX_DOCUMENT_BYTES
 from gpurt.weights.errors import WeightsError, shown
 from gpurt.weights.header import Header, TensorInfo, read_header

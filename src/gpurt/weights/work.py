@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from gpurt.errors import GPUError
-from gpurt.lane import Lane
+from gpurt.runtime.lane import Lane
 from gpurt.weights.quiet import quiet
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from gpurt.backends.cupy.runtime import address_of
 from gpurt.errors import CompileFailed, Unsupported
-from gpurt.turns import short_turns
+from gpurt.runtime.turns import short_turns
 
 log = logging.getLogger("gpurt.cupy")
 

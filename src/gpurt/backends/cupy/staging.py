@@ -176,7 +176,7 @@ def leave_crew(runtime: Any) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    # As gpurt.lane does: idle threads end in order; one that hangs in the driver is left behind.
+    # As gpurt.runtime.lane does: idle threads end in order; one that hangs in the driver is left behind.
     for crew, _ in _crews.values():
         crew.stop(EXIT_WAIT_S)
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from gpurt.backends.cupy import copy_tuning
 from gpurt.backends.cupy.copy_tuning import REVISION, CopyTuning
-from gpurt.lane import Lane
 from gpurt.registry.measured import MeasuredFile
 from gpurt.registry.records import TuningRecord, utc_now
+from gpurt.runtime.lane import Lane
 from gpurt.types import GPUDevice
 
 CLOSE_WAIT_S: Final = 1.0

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from gpurt.backends.tflite.model import ROW_BYTES, is_output, model_of, sample
 from gpurt.backends.tflite.runtime import Accelerator, Chunk, ImportModule, failed
 from gpurt.errors import ReasonCode
-from gpurt.memory.pool import size_class
 from gpurt.platforms import Platform
+from gpurt.runtime.allocator import size_class
 
 if TYPE_CHECKING:
     from gpurt.backends.tflite.runtime import Bytes

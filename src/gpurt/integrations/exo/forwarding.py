@@ -18,7 +18,7 @@ from gpurt.integrations.exo.engines import backends
 from gpurt.integrations.exo.figures import DeviceFigures, changed
 from gpurt.integrations.exo.memory import placement_memory
 from gpurt.integrations.exo.states import device_states
-from gpurt.offload import off_loop
+from gpurt.runtime.lane import off_loop
 from gpurt.types import GPUDevice
 
 MEMORY_KEEP_ALIVE_S: Final = 10.0

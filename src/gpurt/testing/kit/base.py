@@ -17,7 +17,7 @@ from gpurt.testing.loops import until
 from gpurt.types import Capabilities, DeviceState, MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 
 class ConformanceBase:
@@ -69,7 +69,7 @@ class ConformanceBase:
     @pytest.fixture
     def shell(self, backend: GPUBackend) -> DriverBackend:
         """The backend as a ``DriverBackend``; tests that need its driver skip on other backends."""
-        from gpurt.shell import DriverBackend
+        from gpurt.runtime.backend import DriverBackend
 
         if not isinstance(backend, DriverBackend):
             pytest.skip("not a DriverBackend: its driver cannot be watched")

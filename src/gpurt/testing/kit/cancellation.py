@@ -23,7 +23,7 @@ from gpurt.testing.loops import CANCELLERS, PATIENCE, Canceller, turns, until
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 SIZE = 4096
 OLD, NEW, BLOCKER = b"o" * SIZE, b"n" * SIZE, b"b" * SIZE

@@ -25,7 +25,7 @@ from gpurt.testing.kit.probe import DriverProbe
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 Run = Callable[[GPUBackend, MemoryHandle, MemoryHandle], Awaitable[Any]]
 FAILING: dict[str, tuple[str, type[GPUError], Run]] = {

@@ -22,7 +22,7 @@ from gpurt.testing.loops import PATIENCE, Ticker, turns, until
 from gpurt.types import Capabilities
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 GAP_BOUND = 0.5
 """Seconds. Tests run on shared machines, so this catches a blocked loop, not a slow one; benchmarks measure."""
@@ -66,7 +66,7 @@ class HangTests(ConformanceBase):
         self, backend: GPUBackend, shell: DriverBackend, device_id: str, hold: DriverProbe
     ) -> AsyncIterator[DriverBackend]:
         """The same driver under a shell that gives up on it soon."""
-        from gpurt.shell import DriverBackend
+        from gpurt.runtime.backend import DriverBackend
 
         await backend.shutdown()
         impatient = DriverBackend(shell.driver, hang_after=HANG_AFTER)

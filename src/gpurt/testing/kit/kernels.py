@@ -25,7 +25,7 @@ from gpurt.testing.kit.probe import DriverProbe
 from gpurt.types import Capabilities, Kernel, MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 _CUDA: Final = """
 extern "C" __global__ void field_add(const unsigned int *a, const unsigned int *b, unsigned int *out,

@@ -16,7 +16,7 @@ from gpurt.testing.loops import until
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 
 def _new_threads(before: set[threading.Thread]) -> list[str]:

@@ -17,7 +17,7 @@ from gpurt.testing.kit.probe import DriverProbe
 from gpurt.types import Capabilities, MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 USES: dict[str, Callable[[GPUBackend, Any, Any], Awaitable[Any]]] = {
     "deallocate": lambda backend, handle, _: backend.deallocate(handle),
@@ -209,7 +209,7 @@ class AccountingTests(ConformanceBase):
     async def test_concurrent_allocations_cannot_overshoot_a_limit(
         self, backend: GPUBackend, shell: DriverBackend, device_id: str
     ) -> None:
-        from gpurt.shell import DriverBackend
+        from gpurt.runtime.backend import DriverBackend
 
         await backend.shutdown()
         limited = DriverBackend(shell.driver, memory_limit=1 << 20)

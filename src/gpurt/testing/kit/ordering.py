@@ -15,7 +15,7 @@ from gpurt.testing.loops import turns
 from gpurt.types import Capabilities, MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 MIB = 1 << 20
 
@@ -248,7 +248,7 @@ class OrderingTests(ConformanceBase):
     async def test_back_pressure_waits_and_keeps_order(
         self, backend: GPUBackend, shell: DriverBackend, device_id: str, hold: DriverProbe
     ) -> None:
-        from gpurt.shell import DriverBackend
+        from gpurt.runtime.backend import DriverBackend
 
         await backend.shutdown()
         async with DriverBackend(shell.driver, max_pending=2) as bounded:

@@ -15,8 +15,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
-from gpurt.job import Job
-from gpurt.lane import Lane
+from gpurt.driver import Driver
+from gpurt.errors import BackendClosed
+from gpurt.runtime.job import Job, Report
+from gpurt.runtime.lane import Lane
+from gpurt.runtime.turns import short_turns
 
 
 class Chain:
@@ -36,24 +39,49 @@ class Chain:
 class Queue:
     """A lane and its bound: at most ``max_pending`` jobs are in the lane, later ones are held back in order.
 
-    ``attached`` has the devices that the lane's thread has been attached to.
+    Args:
+        driver: to whose devices the lane's thread is attached when they are first used.
+        report: takes errors of jobs whose callers are gone.
+        holds: the lane keeps results of short calls back for a while.
     """
 
-    __slots__ = ("attached", "held", "lane", "max_pending", "pending")
+    __slots__ = ("_driver", "attached", "held", "holds", "lane", "max_pending", "pending", "report")
 
-    def __init__(self, lane: Lane, max_pending: int) -> None:
+    def __init__(self, driver: Driver, lane: Lane, max_pending: int, report: Report, *, holds: bool = False) -> None:
+        self._driver = driver
         self.lane = lane
         self.attached: set[int] = set()
         self.max_pending = max_pending
         self.pending = 0
         self.held: deque[Job] = deque()
+        self.holds = holds
+        self.report = report
+
+    def attach(self, index: int) -> None:
+        """Lane thread: prepare it for a device. Only a device whose ``attach`` has returned counts as attached."""
+        with short_turns():
+            self._driver.attach(index)
+        self.attached.add(index)
+
+    def detach(self) -> None:
+        """Lane thread: undo every attachment. Failures are reported."""
+        while self.attached:
+            try:
+                self._driver.detach(self.attached.pop())
+            except BaseException as exc:
+                self.report(exc)
 
 
 class Order:
-    """Admission of jobs to lanes. ``submit`` is called by users, ``done`` by every lane after every job."""
+    """Admission of jobs to lanes. ``submit`` is called by users, ``done`` by every lane after every job.
 
-    def __init__(self) -> None:
+    Args:
+        deliver: called with a job that ends without having run, on the thread that finds out.
+    """
+
+    def __init__(self, deliver: Callable[[Job], None]) -> None:
         self._lock = threading.Lock()
+        self._deliver = deliver
         # dict as an ordered set: a device's outstanding jobs in submission order
         self._outstanding: dict[Job, None] = {}
         self._closed = False
@@ -80,34 +108,43 @@ class Order:
                 if tail is not None and not tail.complete:
                     self._wait(job, tail)
             self._outstanding[job] = None
-            if not job.blockers and not self._send(job):
+            if job.blockers:
+                return
+            if queue.pending < queue.max_pending and not queue.held and queue.lane.started and not self._closed:
+                # Nearly always. Nobody stops a lane before the order is closed, so this one takes the job.
+                job.sent = True
+                queue.pending += 1
+                queue.lane.post(job)
+            elif not self._send(job):
                 self._complete(job)
 
     def done(self, job: Job) -> None:
         """Lane thread: ``job`` has left the driver, or was skipped. Sends what waited for it."""
+        queue = job.queue
+        if queue is None:  # it was posted to its lane past the order
+            return
         with self._lock:
-            queue = job.queue
-            assert queue is not None
             if queue.held or job.dependents is not None:
                 self._complete(job)
             else:  # nearly always
                 job.complete = True
                 del self._outstanding[job]
                 queue.pending -= 1
-            if self._on_idle is not None and not self._outstanding:
-                on_idle, self._on_idle = self._on_idle, None
-                on_idle()
+            if self._on_idle is None or self._outstanding:
+                return
+            on_idle, self._on_idle = self._on_idle, None
+        on_idle()
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call back once when nothing is outstanding; at once if so now, else on a lane's thread. One at a time."""
         with self._lock:
             if self._outstanding:
                 self._on_idle = callback
-            else:
-                callback()
+                return
+        callback()
 
     def close(self) -> None:
-        """Send nothing more: what still comes up is skipped, as if dropped. For lanes that are left behind."""
+        """Send nothing more: what still comes up fails. Afterwards lanes may be stopped."""
         with self._lock:
             self._closed = True
 
@@ -118,7 +155,7 @@ class Order:
 
     @staticmethod
     def _wait(job: Job, other: Job) -> None:
-        """``job`` after ``other``, which is not complete. Said twice it is waited for twice, which is the same."""
+        """``job`` after ``other``, which is not complete."""
         if other.sent and other.queue is job.queue:
             return
         if other.dependents is None:
@@ -139,10 +176,13 @@ class Order:
                 completed.append(held)
             if job.dependents is not None:
                 dependents, job.dependents = job.dependents, None
-                completed.extend(other for other in dependents if other.unblock() and not self._send(other))
+                for other in dependents:
+                    other.blockers -= 1
+                    if not other.blockers and not self._send(other):
+                        completed.append(other)
 
     def _send(self, job: Job) -> bool:
-        """False: the job is skipped, and thereby complete."""
+        """False: the job has failed, and is thereby complete."""
         queue = job.queue
         assert queue is not None
         job.sent = True
@@ -153,12 +193,12 @@ class Order:
 
     def _put(self, job: Job, queue: Queue) -> bool:
         queue.pending += 1
-        if self._closed:
-            return False
         try:
+            if self._closed:
+                raise BackendClosed("the backend was shut down")
             queue.lane.put(job)
         except Exception as exc:  # the lane's thread cannot be started: this call fails, others are not held up
             job.fail(exc)
-            job.announce()
+            self._deliver(job)
             return False
         return True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpurt.errors import GPUError, OutOfRange
-from gpurt.job import Job
+from gpurt.runtime.job import Job
 
 
 def check_progress(on_progress: object) -> None:
@@ -49,19 +49,19 @@ class LaneProgress:
         failure: what the function raised, for the job's caller to raise.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(self, on_progress: Callable[[int], None] | None) -> None:
         self.failure: BaseException | None = None
-        self._loop = loop
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._on_progress = on_progress
         self._job: Job | None = None
 
-    def watch(self, job: Job) -> None:
-        """The job whose caller is woken when the function raises."""
-        self._job = job
+    def watch(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
+        """The job whose caller is woken when the function raises, and the loop of both. Before it is submitted."""
+        self._job, self._loop = job, loop
 
     def tell(self, done: int) -> None:
         """Lane thread."""
-        if self._on_progress is not None:
+        if self._on_progress is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
                 self._loop.call_soon_threadsafe(self._deliver, done)
 

@@ -10,30 +10,30 @@ import itertools
 import operator
 import secrets
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpurt.errors import InvalidHandle, OutOfRange
-from gpurt.order import Chain
+from gpurt.runtime.allocator import Block
+from gpurt.runtime.order import Chain
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.memory.lease import Lease
+    from gpurt.runtime.lease import Lease
 
 
 _MOST_BITS: Final = 128
 
 
 class Allocation:
-    """A live allocation: the handle that users hold, the driver's token, and what happens to it."""
+    """A live allocation: the handle that users hold, the block behind it, and what happens to it."""
 
-    __slots__ = ("_views", "block_bytes", "chain", "exported", "handle", "index", "token")
+    __slots__ = ("_views", "block", "chain", "exported", "handle", "index", "token")
 
-    def __init__(self, handle: MemoryHandle, index: int, token: Any, block_bytes: int) -> None:
+    def __init__(self, handle: MemoryHandle, block: Block) -> None:
         self.handle = handle
-        self.index = index
-        self.token = token
-        self.block_bytes = block_bytes
-        """What the library gave; at least ``handle.size_bytes``."""
+        self.block = block
+        self.index = block.index
+        self.token = block.token
         self.chain = Chain()
         self.exported = False
         """Another library had its device address, and may have work queued on it that we know nothing of."""
@@ -55,9 +55,15 @@ class Allocation:
         for view in self._views[:1]:
             view.when_unused(callback)
 
+    def end_views(self) -> None:
+        """End every view that nothing hangs on. Arrays made from one keep the memory in use."""
+        for view in self._views:
+            view.end()
+
 
 class HandleTable:
-    """Live allocations of one backend instance, by handle."""
+    """Live allocations of one opening, by handle. Lanes add, the event loop's thread and the one that closes take out;
+    each allocation is taken out once."""
 
     def __init__(self) -> None:
         # Random, so that a handle of another instance, process or run is refused instead of hitting a neighbour.
@@ -71,10 +77,10 @@ class HandleTable:
     def __iter__(self) -> Iterator[Allocation]:
         return iter(list(self._live.values()))
 
-    def add(self, device_id: str, index: int, size_bytes: int, token: Any, block_bytes: int) -> MemoryHandle:
+    def add(self, device_id: str, size_bytes: int, block: Block) -> Allocation:
         handle = MemoryHandle(next(self._ids), device_id, size_bytes, self.generation)
-        self._live[handle.handle_id] = Allocation(handle, index, token, block_bytes)
-        return handle
+        allocation = self._live[handle.handle_id] = Allocation(handle, block)
+        return allocation
 
     def get(self, handle: MemoryHandle) -> Allocation:
         """The live allocation that ``handle`` names.
@@ -98,8 +104,13 @@ class HandleTable:
             raise InvalidHandle("the handle was tampered with", device_id=str(handle.device_id))
         return allocation
 
-    def remove(self, allocation: Allocation) -> None:
-        del self._live[allocation.handle.handle_id]
+    def find(self, handle: MemoryHandle) -> Allocation | None:
+        """The allocation of a handle that this table made, or None when it is dead."""
+        return self._live.get(handle.handle_id)
+
+    def remove(self, allocation: Allocation) -> bool:
+        """The handle is dead. False: it was already, and somebody else frees the memory."""
+        return self._live.pop(allocation.handle.handle_id, None) is not None
 
 
 def whole_number(value: object, what: str) -> int:

@@ -3,10 +3,13 @@
 asyncio's default pool is not used because six blocked calls there stall every DNS look-up of the process, and
 because ``concurrent.futures`` joins its threads at exit, so that one hung driver call keeps the process alive
 for ever. A lane's thread is a daemon; an exit hook asks every lane to stop and waits a second at most.
+
+Finished jobs go back to the event loop through a :class:`Mailbox`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
@@ -19,7 +22,7 @@ from queue import SimpleQueue
 from typing import Final, ParamSpec, TypeVar
 
 from gpurt.errors import GPUError
-from gpurt.job import Job
+from gpurt.runtime.job import Call, Job, Report, log_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +40,8 @@ LONG_CALLS: Final = 10
 
 
 class Lane(Executor):
-    """One ordered executor thread. The thread starts with the first job and is named after the lane.
+    """One ordered executor thread. The thread starts with the first job and is named after the lane. Nothing that a
+    job, a callback or the reporting of an error raises ends it.
 
     ``run_in_executor(lane, …)`` and ``submit`` work as on any executor; gpurt itself uses ``put``, which skips
     the second future.
@@ -45,9 +49,11 @@ class Lane(Executor):
     Args:
         name: thread name, e.g. ``gpurt:cuda:0:h2d``.
         on_done: called on the lane's thread after each job, also after a dropped one.
-        on_stop: called on the lane's thread as its last act.
-        hold_s: keep results of short calls back so long at most while more wait, see :data:`HOLD_S`. If one of those
-            hangs, somebody has to call ``flush``.
+        deliver: called on the lane's thread, or on one that calls ``flush``, with each job after ``on_done``.
+        on_stop: called by ``stop``, on its thread: makes a job that waits return.
+        report: takes what escapes from any of these.
+        hold_s: keep results of short calls back so long at most while more wait, see :data:`HOLD_S`. Somebody has to
+            call ``flush`` meanwhile, because the next call may be a long one.
     """
 
     def __init__(
@@ -55,7 +61,9 @@ class Lane(Executor):
         name: str,
         *,
         on_done: Callable[[Job], None] | None = None,
+        deliver: Callable[[Job], None] | None = None,
         on_stop: Callable[[], None] | None = None,
+        report: Report = log_error,
         clock: Callable[[], float] = time.monotonic,
         hold_s: float = 0.0,
     ) -> None:
@@ -65,15 +73,21 @@ class Lane(Executor):
         """``clock()`` when the present job entered the driver; None between jobs. The hang clock."""
         self._clock = clock
         self._on_done = on_done
+        self._deliver = deliver
         self._on_stop = on_stop
+        self._report = report
         self._hold_s = hold_s
         self._held: deque[Job] = deque()
         self._pid = os.getpid()
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self.started = False
         self._stopping = False
         self._stopped = threading.Event()
+        self.post: Callable[[Job], None] = self._queue.put
+        """Queue a job without a check and without taking a lock, also in the middle of a garbage collection. Only for
+        a lane that has started, and for whom nobody stops it meanwhile."""
 
     def put(self, job: Job) -> None:
         """Queue a job. Any thread.
@@ -92,6 +106,7 @@ class Lane(Executor):
                 thread = threading.Thread(target=self._work, name=self.name, daemon=True)
                 thread.start()
                 self._thread = thread  # only now: one that could not be started may be tried again
+                self.started = True
                 _lanes.add(self)
             self._queue.put(job)
 
@@ -109,7 +124,7 @@ class Lane(Executor):
             else:
                 future.set_result(result)
 
-        self.put(Job(call))
+        self.put(Call(call))
         return future
 
     def stop(self) -> None:
@@ -122,15 +137,19 @@ class Lane(Executor):
                 self._stopped.set()
             else:
                 self._queue.put(None)
+        if self._on_stop is not None:
+            self._on_stop()
 
     def flush(self) -> None:
-        """Tell every result that is kept back. Any thread."""
+        """Deliver every result that is kept back. Any thread."""
+        deliver = self._deliver
         while self._held:
             try:
                 job = self._held.popleft()
             except IndexError:  # another thread was quicker
                 return
-            job.announce()
+            if deliver is not None:
+                deliver(job)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """As ``concurrent.futures.Executor.shutdown``; queued jobs always run."""
@@ -138,38 +157,125 @@ class Lane(Executor):
         if wait:
             self._stopped.wait()
 
-    def wait_stopped(self, timeout: float) -> bool:
-        """Block until the thread has run ``on_stop``; False when it has not within ``timeout`` seconds."""
-        return self._stopped.wait(timeout)
+    def wait_stopped(self, timeout: float | None = None) -> bool:
+        """Block until the thread has ended; False when it has not within ``timeout`` seconds. Not on that thread."""
+        ended = self._stopped.wait(timeout)
+        if ended and self._thread is not None:
+            self._thread.join()
+        return ended
 
     def _work(self) -> None:
         try:
-            held_since = 0.0
-            while (job := self._queue.get()) is not None:
-                self.running, self.running_since = job, (began := self._clock())
-                job.run()
-                self.running, self.running_since = None, None
-                if self._on_done is not None:
-                    self._on_done(job)
-                if self._hold_s:
-                    now = self._clock()
-                    if not self._held:
-                        held_since = began
-                    self._held.append(job)
-                    if (
-                        self._queue.empty()
-                        or now - held_since >= self._hold_s
-                        or now - began >= self._hold_s / LONG_CALLS
-                    ):
-                        self.flush()
-                else:
-                    job.announce()
-                del job  # or the last job's buffers stay alive until the next one comes
-            self.flush()
-            if self._on_stop is not None:
-                self._on_stop()
+            while self._serve():
+                pass
         finally:
             self._stopped.set()
+
+    def _serve(self) -> bool:
+        """Run jobs; False after the last one, True when something that no job lets out has ended the round."""
+        on_done, deliver, held = self._on_done, self._deliver, self._held
+        held_since = 0.0
+        try:
+            while (job := self._queue.get()) is not None:
+                self.running, self.running_since = job, (began := self._clock())
+                try:
+                    try:
+                        job.run()
+                    finally:
+                        self.running, self.running_since = None, None
+                        if on_done is not None:
+                            on_done(job)
+                finally:
+                    if self._hold_s:
+                        now = self._clock()
+                        if not held:
+                            held_since = began
+                        held.append(job)
+                        if (
+                            self._queue.empty()
+                            or now - held_since >= self._hold_s
+                            or now - began >= self._hold_s / LONG_CALLS
+                        ):
+                            self.flush()
+                    elif deliver is not None:
+                        deliver(job)
+                del job  # or the last job's buffers stay alive until the next one comes
+            self.flush()
+        except BaseException as exc:
+            self._survive(exc)
+            return True
+        return False
+
+    def _survive(self, exc: BaseException) -> None:
+        try:
+            self._report(exc)
+        except BaseException as failure:
+            log_error(failure)
+
+
+class Mailbox:
+    """Finished jobs on their way to one event loop; one wake-up is in flight, as a rule.
+
+    Setting results one ``call_soon_threadsafe`` at a time costs a self-pipe write and a GIL hand-over each;
+    batched, 64 concurrent calls cost half.
+
+    Args:
+        on_loop_closed: called instead of a delivery when the loop is closed; any thread, many times.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_loop_closed: Callable[[], None]) -> None:
+        self.loop = loop
+        self._on_loop_closed = on_loop_closed
+        self._jobs: deque[Job] = deque()
+        # No lock: deques are atomic, and both sides look twice. A job is appended before the flag is read, and the
+        # flag is lowered before the deque is emptied, so that one of the two sees the other. At worst two threads
+        # wake the loop at once.
+        self._waking = False
+
+    def post(self, job: Job) -> None:
+        """Any thread."""
+        if job.future is None:  # nobody waits
+            return
+        self._jobs.append(job)
+        if self._waking and not self.loop.is_closed():  # closed before it woke, it never will
+            return
+        self._waking = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            # The loop is closed, and nobody will ever look. Its opening owns what the jobs produced.
+            self._jobs.clear()
+            self._on_loop_closed()
+
+    def unbind(self) -> None:
+        """No job will come any more."""
+        self._on_loop_closed = lambda: None
+
+    def _deliver(self) -> None:
+        self._waking = False
+        jobs = self._jobs
+        # As many as there are now: what comes meanwhile has its own wake-up, and the loop its turn.
+        for _ in range(len(jobs)):
+            future = jobs.popleft().future
+            if future is not None and not future.done():
+                future.set_result(None)
+
+
+async def off_loop(what: str, call: Callable[[], T]) -> T:
+    """Run ``call`` on a daemon thread of its own and await it.
+
+    A thread for each call: there are a few a minute, and one that hangs (a registry on a dead network file system)
+    must neither hold up the next nor keep the process alive. A cancelled caller returns at once; the call runs to its
+    end.
+
+    Args:
+        what: for the thread's name.
+    """
+    lane = Lane(f"gpurt:{what}")
+    try:
+        return await asyncio.wrap_future(lane.submit(call))
+    finally:
+        lane.stop()
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()

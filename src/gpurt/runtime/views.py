@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from gpurt.errors import HandleInUse, OutOfRange, Unsupported
-from gpurt.memory.elements import DType, Shape, any_element, extents_of, numpy_dtype
-from gpurt.memory.handles import brief
-from gpurt.memory.lease import Lease
+from gpurt.runtime.elements import DType, Shape, any_element, extents_of, numpy_dtype
+from gpurt.runtime.handles import brief
+from gpurt.runtime.lease import Lease
 from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class DeviceView:
     def attach_pointer(self, pointer: int, device_index: int) -> None:
         """As ``attach``, with a device address of CUDA's device ``device_index``."""
         self._measure()
+        self.lease.is_device_address = True
         self._pointer, self._device_index = pointer, device_index
 
     def _measure(self) -> None:
@@ -172,6 +173,19 @@ class DeviceView:
 
     def _dtype(self, np: Any) -> np.dtype[Any]:
         return numpy_dtype(np, self.dtype) if self._numpy_dtype is None else self._numpy_dtype
+
+    def __copy__(self) -> Self:
+        raise TypeError("a view cannot be copied: make another with backend.view, or copy its array")
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a view cannot be pickled: its memory is of this process")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<DeviceView of {self.handle}: {self.dtype} {self._extents}, {state}>"
 
     def close(self) -> None:
         """Let go of the memory. Idempotent. What was made from the view keeps the handle in use until it dies."""

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias, cast
 
 from gpurt.errors import OutOfRange, Unsupported
-from gpurt.memory.handles import brief, whole_number
-from gpurt.offload import off_loop
+from gpurt.runtime.handles import brief, whole_number
+from gpurt.runtime.lane import off_loop
 
 if TYPE_CHECKING:
     import numpy as np
