@@ -185,12 +185,20 @@ class GPUBackend(ABC):
 
     @asynccontextmanager
     async def allocation(self, device_id: str, size_bytes: int) -> AsyncGenerator[MemoryHandle]:
-        """``async with backend.allocation("cuda:0", n) as handle:`` — freed at the end, also on error and cancel."""
+        """``async with backend.allocation("cuda:0", n) as handle:`` — freed at the end, also on error and cancel.
+
+        With a view, or an array made from one, still in use it is freed when that is gone. Then the end raises
+        ``HandleInUse``, or, where an exception is on its way already, adds a note to that.
+        """
+        from gpurt.memory.undo import end_allocation
+
         handle = await self.allocate(device_id, size_bytes)
         try:
             yield handle
-        finally:
-            await self.deallocate(handle)
+        except BaseException as failure:
+            await end_allocation(self, handle, failure)
+            raise
+        await end_allocation(self, handle, None)
 
     def memory_scope(self, device_id: str | None = None) -> MemoryScope:
         """``async with backend.memory_scope() as scope:`` — everything allocated through it is freed at its end."""

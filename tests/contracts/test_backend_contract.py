@@ -67,7 +67,7 @@ def test_cannot_be_instantiated() -> None:
 def test_every_public_method_is_a_coroutine_function(cls: type[GPUBackend]) -> None:
     for name in _public(GPUBackend):
         attribute = inspect.getattr_static(cls, name)
-        if name == "devices":
+        if name in ("devices", "capabilities"):
             assert isinstance(attribute, property)
         elif name == "memory_scope":
             continue  # returns an async context manager

@@ -17,6 +17,7 @@ from gpurt.driver import Driver
 from gpurt.errors import BackendUnavailable, GPUError
 from gpurt.runtime.allocator import Allocator, Ledger, Pool
 from gpurt.runtime.backend import DriverBackend
+from gpurt.runtime.operations import ReadHost
 from gpurt.runtime.order import Order
 from gpurt.testing import Fault, FaultyDriver, SimulatedDriver, parse_simulation, soak
 from gpurt.testing.kit.base import shutdown_quietly
@@ -147,8 +148,16 @@ class Leaky(SimulatedDriver):
 class Impatient(DriverBackend):
     """Leaves a cancelled caller's buffer to a driver that still fills it."""
 
-    async def _outcome(self, *args: Any, **options: Any) -> Any:
-        return await super()._outcome(*args, **{**options, "wait_out": False})
+    def _prepare_read_into(self, *args: Any) -> Any:
+        job = super()._prepare_read_into(*args)
+        if isinstance(job, ReadHost):
+            job.__class__ = _NotWaitedFor
+        return job
+
+
+class _NotWaitedFor(ReadHost):
+    wait_out = False
+    __slots__ = ()
 
 
 class Possessive(DriverBackend):

@@ -205,9 +205,11 @@ def test_a_shutdown_that_died_with_its_loop_does_not_close_the_next_opening() ->
         await asyncio.sleep(0.02)
 
     async def go_on() -> int:
-        await backend.initialize()
+        again = asyncio.create_task(backend.initialize())
+        await asyncio.sleep(0.02)
+        assert not again.done()  # the library is not opened beside its last opening
         gate.set()
-        await asyncio.sleep(0.1)
+        await again
         gc.collect()  # the tasks of the loop that is no more
         gc.collect()
         try:

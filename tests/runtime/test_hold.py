@@ -10,7 +10,7 @@ import pytest
 
 from gpurt.errors import DeviceUnresponsive
 from gpurt.runtime.backend import DriverBackend
-from gpurt.runtime.job import Job
+from gpurt.runtime.job import Call, Job
 from gpurt.runtime.lane import HOLD_S, LONG_CALLS, Lane, Mailbox
 from gpurt.testing.faults import Fault, FaultyDriver
 from gpurt.testing.simulated import SimulatedDriver, parse_simulation
@@ -18,15 +18,17 @@ from gpurt.testing.simulated import SimulatedDriver, parse_simulation
 WAIT = 5.0
 
 
-class Announced(Job):
+class Announced(Call):
     """Tells in ``log`` when its caller would be woken."""
 
     def __init__(self, name: str, log: list[str], call: Any = lambda _: None) -> None:
         super().__init__(call)
         self.name, self.log = name, log
 
-    def announce(self) -> None:
-        self.log.append(self.name)
+
+def deliver(job: Job) -> None:
+    if isinstance(job, Announced):
+        job.log.append(job.name)
 
 
 class Gate:
@@ -43,7 +45,7 @@ class Gate:
 def run_three(lane: Lane) -> tuple[Gate, Gate, list[str]]:
     """``a`` and ``b`` have run, ``c`` is in the driver and ``d`` waits."""
     first, last, log = Gate(), Gate(), []
-    lane.put(Job(first))
+    lane.put(Call(first))
     assert first.entered.wait(WAIT)
     for name in ("a", "b"):
         lane.put(Announced(name, log))
@@ -55,7 +57,7 @@ def run_three(lane: Lane) -> tuple[Gate, Gate, list[str]]:
 
 
 def test_results_wait_for_each_other_while_more_calls_wait() -> None:
-    lane = Lane("gpurt:test", hold_s=HOLD_S, clock=lambda: 0.0)
+    lane = Lane("gpurt:test", deliver=deliver, hold_s=HOLD_S, clock=lambda: 0.0)
     _, last, log = run_three(lane)
     assert log == []
     last.release.set()
@@ -65,26 +67,22 @@ def test_results_wait_for_each_other_while_more_calls_wait() -> None:
 
 
 def test_the_last_result_before_a_rest_is_told_at_once() -> None:
-    lane, told = Lane("gpurt:test", hold_s=1000.0), threading.Event()
-
-    class Last(Job):
-        def announce(self) -> None:
-            told.set()
-
-    lane.put(Last(lambda _: None))
+    told = threading.Event()
+    lane = Lane("gpurt:test", hold_s=1000.0, deliver=lambda _: told.set())
+    lane.put(Call(lambda _: None))
     assert told.wait(WAIT)
     lane.stop()
 
 
 def test_results_are_not_kept_longer_than_asked_for() -> None:
     now = [0.0]
-    lane = Lane("gpurt:test", hold_s=HOLD_S, clock=lambda: now[0])
+    lane = Lane("gpurt:test", deliver=deliver, hold_s=HOLD_S, clock=lambda: now[0])
     first, last, log = Gate(), Gate(), []
 
     def short(_: Job) -> None:
         now[0] += HOLD_S / LONG_CALLS / 2
 
-    lane.put(Job(first))
+    lane.put(Call(first))
     assert first.entered.wait(WAIT)
     names = [f"{number:02}" for number in range(2 * LONG_CALLS)]
     for name in names:
@@ -103,13 +101,13 @@ def test_results_are_not_kept_longer_than_asked_for() -> None:
 
 def test_beside_a_long_call_nothing_is_kept_back() -> None:
     now = [0.0]
-    lane = Lane("gpurt:test", hold_s=HOLD_S, clock=lambda: now[0])
+    lane = Lane("gpurt:test", deliver=deliver, hold_s=HOLD_S, clock=lambda: now[0])
     first, last, log = Gate(), Gate(), []
 
     def long(_: Job) -> None:
         now[0] += HOLD_S / LONG_CALLS
 
-    lane.put(Job(first))
+    lane.put(Call(first))
     assert first.entered.wait(WAIT)
     lane.put(Announced("a", log))
     lane.put(Announced("b", log, long))
@@ -125,7 +123,7 @@ def test_beside_a_long_call_nothing_is_kept_back() -> None:
 
 
 def test_flush_tells_what_is_kept_back() -> None:
-    lane = Lane("gpurt:test", hold_s=HOLD_S, clock=lambda: 0.0)
+    lane = Lane("gpurt:test", deliver=deliver, hold_s=HOLD_S, clock=lambda: 0.0)
     _, last, log = run_three(lane)
     lane.flush()
     assert log == ["a", "b"]
@@ -136,7 +134,7 @@ def test_flush_tells_what_is_kept_back() -> None:
 
 
 def test_other_lanes_keep_nothing_back() -> None:
-    lane = Lane("gpurt:test", clock=lambda: 0.0)
+    lane = Lane("gpurt:test", deliver=deliver, clock=lambda: 0.0)
     _, last, log = run_three(lane)
     assert log == ["a", "b"]
     last.release.set()
@@ -174,8 +172,8 @@ async def test_a_finished_copy_is_told_although_the_next_one_hangs(end: str) -> 
 
 async def test_results_told_from_two_threads_arrive_once() -> None:
     loop = asyncio.get_running_loop()
-    lane, mailbox = Lane("gpurt:test", hold_s=HOLD_S), Mailbox(loop)
-    jobs = [Job(lambda _: None, mailbox=mailbox) for _ in range(5000)]
+    lane = Lane("gpurt:test", hold_s=HOLD_S, deliver=Mailbox(loop, lambda: None).post)
+    jobs = [Call(lambda _: None) for _ in range(5000)]
     for job in jobs:
         job.future = loop.create_future()
         lane.put(job)

@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import random
 import threading
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -160,16 +161,27 @@ def test_only_memory_of_our_own_counts_as_present(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
     owned = np.zeros(64, np.uint8)
-    for present in (b"x", bytearray(b"x"), owned, np.zeros((4, 4), np.float32)):
+    read = np.frombuffer(path.read_bytes(), np.uint8)
+    numbers = array("d", [1.0, 2.0])
+    views = (
+        owned[3:],
+        owned.reshape(8, 8)[2:],
+        memoryview(owned)[4:],
+        np.frombuffer(numbers, np.float64),
+        read,
+        read[5:],
+    )
+    for present in (b"x", bytearray(b"x"), owned, np.zeros((4, 4), np.float32), numbers, *views):
         assert in_memory(memoryview(present).obj)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         mapped_array = np.memmap(path, np.uint8, "r")
-        for other in (mapped, mapped_array, np.frombuffer(path.read_bytes(), np.uint8), owned[3:]):
+        plain = np.frombuffer(mapped, np.uint8)
+        for other in (mapped, mapped_array, mapped_array[3:], np.asarray(mapped_array), plain, plain[1:]):
             with memoryview(other) as view:
                 assert not in_memory(view.obj)
         with memoryview(mapped) as view, view[5:10] as part:
             assert not in_memory(part.obj)
-        del mapped_array, other
+        del mapped_array, other, plain
     assert in_memory(memoryview(b"abc")[1:].obj)
 
 

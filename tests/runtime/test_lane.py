@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from gpurt.errors import GPUError
-from gpurt.runtime.job import NOTHING, Job
+from gpurt.runtime.job import NOTHING, Call, Job
 from gpurt.runtime.lane import Lane, Mailbox
+from gpurt.runtime.order import Queue
 
 WAIT = 5.0
 
@@ -24,6 +25,12 @@ def lane():
     yield lane
     lane.stop()
     assert lane.wait_stopped(WAIT)
+
+
+def reporting(job: Call, lane: Lane, reported: list[BaseException]) -> Call:
+    """``job`` as the order would hand it to ``lane``: its errors go to ``reported``."""
+    job.queue = Queue(None, lane, 1, reported.append)  # type: ignore[arg-type]
+    return job
 
 
 class Held:
@@ -52,14 +59,14 @@ def test_is_an_executor_with_a_named_daemon_thread(lane: Lane) -> None:
 def test_runs_first_in_first_out(lane: Lane) -> None:
     seen: list[int] = []
     for number in range(200):
-        lane.put(Job(lambda _, number=number: seen.append(number)))
+        lane.put(Call(lambda _, number=number: seen.append(number)))
     lane.submit(lambda: None).result(WAIT)
     assert seen == list(range(200))
 
 
 def test_cancelled_future_of_submit_never_runs(lane: Lane) -> None:
     held = Held()
-    lane.put(Job(held))
+    lane.put(Call(held))
     ran = threading.Event()
     future = lane.submit(ran.set)
     assert future.cancel()
@@ -70,8 +77,8 @@ def test_cancelled_future_of_submit_never_runs(lane: Lane) -> None:
 
 def test_dropped_job_is_skipped_and_undone_with_nothing(lane: Lane) -> None:
     held, undone, ran = Held(), [], threading.Event()
-    lane.put(Job(held))
-    job = Job(lambda _: ran.set(), undo=undone.append)
+    lane.put(Call(held))
+    job = Call(lambda _: ran.set(), undo=undone.append)
     lane.put(job)
     assert job.abandon() is None
     assert undone == [NOTHING]
@@ -83,7 +90,7 @@ def test_dropped_job_is_skipped_and_undone_with_nothing(lane: Lane) -> None:
 
 def test_abandoned_while_running_is_undone_on_the_lane(lane: Lane) -> None:
     held, undone = Held("token"), []
-    job = Job(held, undo=lambda value: undone.append((value, threading.current_thread().name)))
+    job = Call(held, undo=lambda value: undone.append((value, threading.current_thread().name)))
     lane.put(job)
     assert held.entered.wait(WAIT)
     assert job.abandon() is None
@@ -94,7 +101,7 @@ def test_abandoned_while_running_is_undone_on_the_lane(lane: Lane) -> None:
 
 def test_abandoned_and_then_failed_is_undone_with_nothing_and_reported(lane: Lane) -> None:
     held, undone, reported = Held(error=OSError("no")), [], []
-    job = Job(held, undo=undone.append, on_orphan_error=reported.append)
+    job = reporting(Call(held, undo=undone.append), lane, reported)
     lane.put(job)
     assert held.entered.wait(WAIT)
     job.abandon()
@@ -106,7 +113,7 @@ def test_abandoned_and_then_failed_is_undone_with_nothing_and_reported(lane: Lan
 
 def test_finished_but_not_taken_hands_its_undo_to_the_caller(lane: Lane) -> None:
     undone: list[Any] = []
-    job = Job(lambda _: "token", undo=undone.append)
+    job = Call(lambda _: "token", undo=undone.append)
     lane.put(job)
     lane.submit(lambda: None).result(WAIT)
     undo = job.abandon()
@@ -119,8 +126,8 @@ def test_finished_but_not_taken_hands_its_undo_to_the_caller(lane: Lane) -> None
 
 def test_a_taken_value_is_never_undone_and_a_taken_error_is(lane: Lane) -> None:
     undone: list[Any] = []
-    good = Job(lambda _: "token", undo=undone.append)
-    bad = Job(lambda _: 1 // 0, undo=undone.append)
+    good = Call(lambda _: "token", undo=undone.append)
+    bad = Call(lambda _: 1 // 0, undo=undone.append)
     lane.put(good)
     lane.put(bad)
     lane.submit(lambda: None).result(WAIT)
@@ -133,13 +140,13 @@ def test_a_taken_value_is_never_undone_and_a_taken_error_is(lane: Lane) -> None:
 
 def test_disowned_job_still_runs_and_only_its_error_is_reported(lane: Lane) -> None:
     held, ran, reported = Held(), [], []
-    lane.put(Job(held))
+    lane.put(Call(held))
 
     def free(_: Job) -> None:
         ran.append(True)
         raise OSError("free failed")
 
-    job = Job(free, on_orphan_error=reported.append)
+    job = reporting(Call(free), lane, reported)
     lane.put(job)
     job.disown()
     held.release.set()
@@ -151,25 +158,25 @@ def test_disowned_job_still_runs_and_only_its_error_is_reported(lane: Lane) -> N
 def test_callers_context_is_carried(lane: Lane) -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
     variable.set("mine")
-    job = Job(lambda _: variable.get())
+    job = Call(lambda _: variable.get())
     lane.put(job)
     lane.submit(lambda: None).result(WAIT)
     assert job.take() == "mine"
 
 
 def test_a_stopped_lane_runs_what_it_has_and_refuses_more() -> None:
-    ended = threading.Event()
-    lane, held = Lane("gpurt:test", on_stop=ended.set), Held()
-    first, second = Job(held), Job(lambda _: "second")
+    told = threading.Event()
+    lane, held = Lane("gpurt:test", on_stop=told.set), Held()
+    first, second = Call(held), Call(lambda _: "second")
     lane.put(first)
     lane.put(second)
     lane.stop()
+    assert told.is_set()
     lane.stop()
     with pytest.raises(GPUError, match="stopped"):
-        lane.put(Job(lambda _: None))
+        lane.put(Call(lambda _: None))
     held.release.set()
     assert lane.wait_stopped(WAIT)
-    assert ended.is_set()
     assert second.take() == "second"
 
 
@@ -177,7 +184,7 @@ def test_hang_clock_runs_only_inside_a_call() -> None:
     now = [100.0]
     lane, held = Lane("gpurt:test", clock=lambda: now[0]), Held()
     assert lane.running_since is None
-    lane.put(Job(held))
+    lane.put(Call(held))
     assert held.entered.wait(WAIT)
     assert lane.running_since == 100.0
     held.release.set()
@@ -187,9 +194,48 @@ def test_hang_clock_runs_only_inside_a_call() -> None:
     assert lane.running_since is None
 
 
-async def test_many_results_need_one_wake_up(lane: Lane) -> None:
+@pytest.mark.parametrize("what", ["call", "undo", "report", "done", "deliver"])
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_nothing_that_is_raised_ends_the_thread(what: str, kind: type[BaseException]) -> None:
+    reported: list[BaseException] = []
+
+    def fail(_: object = None) -> None:
+        raise kind(what)
+
+    def report(exc: BaseException) -> None:
+        reported.append(exc)
+        if what == "report":
+            raise kind(what)
+
+    on_done, deliver = fail if what == "done" else None, fail if what == "deliver" else None
+    lane = Lane("gpurt:test", on_done=on_done, deliver=deliver, report=report)
+    for _ in range(3):
+        held = Held("token")
+        job = Call(fail if what in ("call", "report") else held, undo=fail if what == "undo" else None)
+        job.queue = Queue(None, lane, 1, report)  # type: ignore[arg-type]
+        if what in ("call", "report", "undo"):
+            if what == "undo":
+                lane.put(job)
+                assert held.entered.wait(WAIT)
+                job.abandon()
+                held.release.set()
+            else:
+                job.disown()
+                lane.put(job)
+        else:
+            held.release.set()
+            lane.put(job)
+    thread = lane.submit(threading.current_thread).result(WAIT)
+    lane.stop()
+    assert lane.wait_stopped(WAIT)
+    assert not thread.is_alive()
+    roots = [exc.__cause__ or exc for exc in reported]
+    assert sum(isinstance(exc, kind) for exc in roots) >= 3
+
+
+async def test_many_results_need_one_wake_up() -> None:
     loop = asyncio.get_running_loop()
-    mailbox, wakes = Mailbox(loop), []
+    mailbox, wakes = Mailbox(loop, lambda: None), []
     original = loop.call_soon_threadsafe
 
     class Counting:
@@ -201,42 +247,42 @@ async def test_many_results_need_one_wake_up(lane: Lane) -> None:
             return False
 
     mailbox.loop = Counting()  # type: ignore[assignment]
-    jobs = [Job(lambda _: None, mailbox=mailbox) for _ in range(50)]
+    lane = Lane("gpurt:test", deliver=mailbox.post)
+    jobs = [Call(lambda _: None) for _ in range(50)]
     for job in jobs:
         job.future = loop.create_future()
         lane.put(job)
     lane.submit(lambda: None).result(WAIT)  # blocks this loop on purpose: results pile up meanwhile
     await asyncio.gather(*(job.future for job in jobs if job.future))
     assert len(wakes) == 1
+    lane.stop()
 
 
-def test_results_for_a_closed_loop_are_undone(lane: Lane) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_closed_loop_is_found_out_at_the_next_result(in_flight: bool) -> None:
     loop = asyncio.new_event_loop()
-    mailbox = Mailbox(loop)
+    told: list[str] = []
+    mailbox = Mailbox(loop, lambda: told.append(threading.current_thread().name))
+    lane = Lane("gpurt:test", deliver=mailbox.post)
+    jobs = [Call(lambda _: "token") for _ in range(2)]
+    for job in jobs:
+        job.future = loop.create_future()
+    if in_flight:
+        lane.put(jobs[0])
+        lane.submit(lambda: None).result(WAIT)  # its wake-up is in flight
     loop.close()
-    undone: list[Any] = []
-    lane.put(Job(lambda _: "token", undo=undone.append, mailbox=mailbox))
+    assert told == []
+    lane.put(jobs[1])
     lane.submit(lambda: None).result(WAIT)
-    assert undone == ["token"]
-
-
-def test_results_are_undone_when_the_loop_closes_before_it_wakes(lane: Lane) -> None:
-    loop = asyncio.new_event_loop()
-    mailbox = Mailbox(loop)
-    undone: list[Any] = []
-    lane.put(Job(lambda _: "first", undo=undone.append, mailbox=mailbox))
-    lane.submit(lambda: None).result(WAIT)  # its wake-up is in flight
-    loop.close()
-    assert undone == []
-    lane.put(Job(lambda _: "second", undo=undone.append, mailbox=mailbox))
-    lane.submit(lambda: None).result(WAIT)
-    assert undone == ["first", "second"]
+    assert told == ["gpurt:test"]
+    lane.stop()
 
 
 async def test_results_from_many_lanes_all_arrive() -> None:
     loop = asyncio.get_running_loop()
-    mailbox, lanes = Mailbox(loop), [Lane(f"gpurt:test:{number}") for number in range(4)]
-    jobs = [Job(lambda _: None, mailbox=mailbox) for _ in range(2000)]
+    mailbox = Mailbox(loop, lambda: None)
+    lanes = [Lane(f"gpurt:test:{number}", deliver=mailbox.post) for number in range(4)]
+    jobs = [Call(lambda _: None) for _ in range(2000)]
     for number, job in enumerate(jobs):
         job.future = loop.create_future()
         lanes[number % 4].put(job)
@@ -251,12 +297,12 @@ async def test_results_from_many_lanes_all_arrive() -> None:
 
 EXIT_SCRIPT = """
 import threading, time
-from gpurt.runtime.job import Job
+from gpurt.runtime.job import Call
 from gpurt.runtime.lane import Lane
 idle, hung = Lane("idle"), Lane("hung")
 idle.submit(print, "ran").result()
 entered = threading.Event()
-hung.put(Job(lambda _: (entered.set(), threading.Event().wait())))
+hung.put(Call(lambda _: (entered.set(), threading.Event().wait())))
 entered.wait()
 """
 

@@ -8,17 +8,20 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpurt.runtime.job import Job
+from gpurt.runtime.job import Call, Job
 from gpurt.runtime.order import Chain, Order, Queue
 
 
 class ManualLane:
     """A lane without a thread: the test decides when its next job runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, started: bool = True) -> None:
         self.jobs: list[Job] = []
+        self.started = started
+        self.post = self.jobs.append
 
     def put(self, job: Job) -> None:
+        self.started = True
         self.jobs.append(job)
 
     def step(self, order: Order) -> None:
@@ -27,16 +30,21 @@ class ManualLane:
         order.done(job)
 
 
+def queue_of(lane: ManualLane, bound: int) -> Queue:
+    return Queue(None, lane, bound, lambda error: None)  # type: ignore[arg-type]
+
+
 def make(order: Order, seen: list[Any], label: Any, queue: Queue, *chains: Chain, device: int = 0, **more: Any) -> Job:
-    job = Job(lambda _: seen.append(label), device_indexes=(device,))
+    job = Call(lambda _: seen.append(label))
+    job.device_indexes = (device,)
     order.submit(job, queue, chains=chains, **more)
     return job
 
 
 def test_work_on_another_lane_parks_and_same_lane_does_not() -> None:
-    order, seen, chain = Order(), [], Chain()
+    order, seen, chain = Order(lambda job: None), [], Chain()
     write, read = ManualLane(), ManualLane()
-    writes, reads = Queue(write, 10), Queue(read, 10)  # type: ignore[arg-type]
+    writes, reads = queue_of(write, 10), queue_of(read, 10)
     make(order, seen, "w1", writes, chain)
     make(order, seen, "w2", writes, chain)
     make(order, seen, "r", reads, chain)
@@ -49,11 +57,11 @@ def test_work_on_another_lane_parks_and_same_lane_does_not() -> None:
 
 
 def test_a_dropped_job_keeps_its_place() -> None:
-    order, seen, chain = Order(), [], Chain()
+    order, seen, chain = Order(lambda job: None), [], Chain()
     first, second, third = ManualLane(), ManualLane(), ManualLane()
-    make(order, seen, "w1", Queue(first, 9), chain)  # type: ignore[arg-type]
-    dropped = make(order, seen, "r", Queue(second, 9), chain)  # type: ignore[arg-type]
-    make(order, seen, "w2", Queue(third, 9), chain)  # type: ignore[arg-type]
+    make(order, seen, "w1", queue_of(first, 9), chain)
+    dropped = make(order, seen, "r", queue_of(second, 9), chain)
+    make(order, seen, "w2", queue_of(third, 9), chain)
     dropped.abandon()
     assert not third.jobs
     first.step(order)
@@ -63,11 +71,11 @@ def test_a_dropped_job_keeps_its_place() -> None:
 
 
 def test_synchronize_waits_for_its_device_only() -> None:
-    order, seen = Order(), []
+    order, seen = Order(lambda job: None), []
     busy, other, sync = ManualLane(), ManualLane(), ManualLane()
-    make(order, seen, "a", Queue(busy, 9), Chain(), device=0)  # type: ignore[arg-type]
-    make(order, seen, "b", Queue(other, 9), Chain(), device=1)  # type: ignore[arg-type]
-    make(order, seen, "sync", Queue(sync, 9), device=0, after_devices=(0,))  # type: ignore[arg-type]
+    make(order, seen, "a", queue_of(busy, 9), Chain(), device=0)
+    make(order, seen, "b", queue_of(other, 9), Chain(), device=1)
+    make(order, seen, "sync", queue_of(sync, 9), device=0, after_devices=(0,))
     assert not sync.jobs
     busy.step(order)
     sync.step(order)
@@ -76,8 +84,8 @@ def test_synchronize_waits_for_its_device_only() -> None:
 
 
 def test_the_bound_holds_and_keeps_order() -> None:
-    order, seen, lane = Order(), [], ManualLane()
-    queue = Queue(lane, 3)  # type: ignore[arg-type]
+    order, seen, lane = Order(lambda job: None), [], ManualLane()
+    queue = queue_of(lane, 3)
     for number in range(20):
         make(order, seen, number, queue, Chain())
     assert len(lane.jobs) == 3
@@ -89,11 +97,11 @@ def test_the_bound_holds_and_keeps_order() -> None:
 
 
 def test_after_close_nothing_is_sent_and_everything_completes() -> None:
-    order, seen, chain = Order(), [], Chain()
+    order, seen, chain = Order(lambda job: None), [], Chain()
     hung, other = ManualLane(), ManualLane()
-    make(order, seen, "hung", Queue(hung, 9), chain)  # type: ignore[arg-type]
+    make(order, seen, "hung", queue_of(hung, 9), chain)
     for number in range(2000):  # deep chains must not recurse
-        make(order, seen, number, Queue(other, 1), chain)  # type: ignore[arg-type]
+        make(order, seen, number, queue_of(other, 1), chain)
     idle = threading.Event()
     order.close()
     order.when_idle(idle.set)
@@ -114,8 +122,8 @@ def test_after_close_nothing_is_sent_and_everything_completes() -> None:
 def test_each_chain_sees_submission_order(
     jobs: list[tuple[int, set[int]]], drops: set[int], schedule: list[int], bound: int
 ) -> None:
-    order, lanes, chains = Order(), [ManualLane() for _ in range(3)], [Chain() for _ in range(4)]
-    queues = [Queue(lane, bound) for lane in lanes]  # type: ignore[arg-type]
+    order, lanes, chains = Order(lambda job: None), [ManualLane() for _ in range(3)], [Chain() for _ in range(4)]
+    queues = [queue_of(lane, bound) for lane in lanes]
     seen: list[int] = []
     made = [make(order, seen, n, queues[lane], *(chains[c] for c in on)) for n, (lane, on) in enumerate(jobs)]
     for number in drops:

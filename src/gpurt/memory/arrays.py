@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import BackendClosed, HandleInUse, InvalidHandle, Unsupported
+from gpurt.errors import Unsupported
 from gpurt.memory.scope import ScopedArray
-from gpurt.memory.undo import outlived, tell_beside
+from gpurt.memory.undo import end_allocation
 from gpurt.runtime.elements import load_numpy, numpy_dtype
 from gpurt.runtime.host_memory import host_memory_ran_out
 from gpurt.runtime.views import DeviceView
@@ -93,18 +93,10 @@ class DeviceArray(ScopedArray):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            await self.free()
-        except (InvalidHandle, BackendClosed):
-            return  # freed by hand, or with everything else by a shutdown
-        except HandleInUse as error:  # freed when the view is gone, as by a memory scope
-            outlived(self.backend, self.handle)
-            if exc is None:
-                raise
-            tell_beside(exc, "freeing an array", error)
+        await end_allocation(self.backend, self.handle, exc, may_be_gone=True)
 
     async def _shared(self) -> NDArray[Any]:
-        if self.backend.capabilities.cuda_pointers:
+        if not self.backend.capabilities.host_visible:
             # Asked before a view is made: it would count as an export, which costs its block a synchronisation when it
             # is freed.
             raise Unsupported(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import BackendClosed, GPUError, HandleInUse
+from gpurt.errors import BackendClosed, GPUError, HandleInUse, InvalidHandle
 from gpurt.runtime.protocols import FreesWhenUnviewed
 from gpurt.types import MemoryHandle
 
@@ -22,6 +22,30 @@ async def undo_allocations(backend: GPUBackend, handles: Sequence[MemoryHandle],
         log.error("an allocation was not freed after a failure: %s", error)
     elif error is not None:
         raise error from failure  # cancelled meanwhile: who cancels must see it
+
+
+async def end_allocation(
+    backend: GPUBackend, handle: MemoryHandle, failure: BaseException | None, *, may_be_gone: bool = False
+) -> None:
+    """Free the allocation of an owner that ends, normally or because of ``failure``, which the caller raises next and
+    which wins over whatever fails here. With live views it is freed when they are gone.
+
+    Args:
+        may_be_gone: it may have been freed by hand, or with everything else by a shutdown.
+
+    Raises:
+        GPUError: it could not be freed, or has live views; not beside ``failure``.
+    """
+    try:
+        await backend.deallocate(handle)
+    except GPUError as error:
+        if may_be_gone and isinstance(error, (InvalidHandle, BackendClosed)):
+            return
+        if isinstance(error, HandleInUse):
+            outlived(backend, handle)
+        if failure is None:
+            raise
+        tell_beside(failure, "freeing an allocation", error)
 
 
 def outlived(backend: GPUBackend, handle: MemoryHandle) -> None:

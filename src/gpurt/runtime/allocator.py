@@ -151,23 +151,26 @@ class Pool:
             return rounded
         return -(-nbytes // self._alignment) * self._alignment
 
-    def take(self, block_bytes: int) -> Block | None:
-        """A free block of exactly this size, or None."""
+    def take(self, block_bytes: int, exact_bytes: int | None = None) -> Block | None:
+        """A free block of exactly this size, or None.
+
+        Args:
+            exact_bytes: another size that would do: blocks that were made when memory was short are of no class.
+        """
         with self._lock:
-            blocks = self._free.get(block_bytes)
+            blocks = self._free.get(block_bytes) or (exact_bytes is not None and self._free.get(exact_bytes))
             if not blocks:
                 self._misses += 1
                 return None
+            block = blocks.pop()
             self._hits += 1
-            self._cached -= block_bytes
+            self._cached -= block.nbytes
             self._count -= 1
-            return blocks.pop()
+            return block
 
     def give(self, block: Block) -> bool:
-        """Keep a block. False: there is no room, or no request would ever get it, so the caller must free it."""
+        """Keep a block. False: there is no room, so the caller must free it."""
         nbytes = block.nbytes
-        if nbytes > self.limit_bytes or self.block_bytes(nbytes) != nbytes:
-            return False
         with self._lock:
             if self._cached + nbytes > self.limit_bytes:
                 return False
@@ -238,7 +241,7 @@ class Allocator:
     def take(self, index: int, nbytes: int) -> Block | None:
         """A pooled block that serves ``nbytes``, or None."""
         pool = self._pools[index]
-        return pool.take(pool.block_bytes(nbytes)) if pool.limit_bytes else None
+        return pool.take(pool.block_bytes(nbytes), self._exact(nbytes)) if pool.limit_bytes else None
 
     def keep(self, block: Block) -> bool:
         """Pool a block on which nothing is outstanding; False when it must be released instead."""
@@ -253,7 +256,7 @@ class Allocator:
         """
         self._fit_limit(index)
         size = self._pools[index].block_bytes(nbytes)
-        exact = -(-nbytes // self._alignment) * self._alignment
+        exact = self._exact(nbytes)
         ways: list[Callable[[int], int]] = [self._trim_driver, self.free_pooled]
         while True:
             try:
@@ -306,6 +309,10 @@ class Allocator:
         freed is reported, and keeps no other from being freed."""
         return self._free_each(self._pools[index].evict(need_bytes), self._report)
 
+    def holds(self, index: int) -> bool:
+        """Whether the driver has memory of a device to take back."""
+        return bool(self._made[index])
+
     def free_unused(self, index: int, used: Collection[Block]) -> None:
         """Free every block of a device but those in ``used``, also one that never reached its user."""
         self.free_pooled(index)
@@ -321,6 +328,9 @@ class Allocator:
             else:
                 freed += block.nbytes
         return freed
+
+    def _exact(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment) * self._alignment
 
     def _trim_driver(self, index: int) -> int:
         try:

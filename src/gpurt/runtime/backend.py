@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import sys
-import warnings
 import weakref
 from asyncio import get_running_loop
 from collections.abc import Callable, Mapping, Sequence
@@ -269,9 +268,7 @@ class DriverBackend(GPUBackend):
         if opening.closed:
             opening.dispatch.disarm()
         elif in_time:
-            warnings.warn(
-                f"{self.name}: the driver is closed when {opening.held_up_by()} are gone", ResourceWarning, stacklevel=3
-            )
+            log.warning("%s: the driver is closed when there are no more %s", self.name, opening.held_up_by())
         else:
             log.warning(
                 "%s: after %s s the driver is not closed yet, which goes on in the background: it waits for %s",

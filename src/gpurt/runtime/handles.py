@@ -55,11 +55,6 @@ class Allocation:
         for view in self._views[:1]:
             view.when_unused(callback)
 
-    def end_views(self) -> None:
-        """End every view that nothing hangs on. Arrays made from one keep the memory in use."""
-        for view in self._views:
-            view.end()
-
 
 class HandleTable:
     """Live allocations of one opening, by handle. Lanes add, the event loop's thread and the one that closes take out;

@@ -172,7 +172,10 @@ class HostPool:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of blocks that a buffer, or something made from one, looks into."""
+        """Bytes of page-locked blocks that a buffer, or something made from one, looks into. Ordinary memory is not the
+        driver's, and outlives it."""
+        if not self.pinned:
+            return 0
         self._collect()
         with self._lock:
             return sum(block.nbytes for block in self._lent)
@@ -181,6 +184,11 @@ class HostPool:
     def cached_bytes(self) -> int:
         self._collect()
         return self._pool.cached_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are blocks to give back."""
+        return bool(self._made)
 
     @property
     def open_buffers(self) -> list[HostBuffer]:
@@ -274,11 +282,6 @@ class HostPool:
     def keep(self, block: Block) -> None:
         """Take back a block that was not lent."""
         self._returned.append(block)
-
-    def end_buffers(self) -> None:
-        """Close every buffer. Arrays and memoryviews made from one keep its block in use."""
-        for buffer in self.open_buffers:
-            buffer.close()
 
     def free_pooled(self) -> int:
         """Lane thread: give back every kept block; returns bytes."""

@@ -188,7 +188,11 @@ class Job:
             finally:
                 del error  # this frame is in its traceback: a cycle otherwise
         value, self.value = self.value, None
+        self.keep_nothing()
         return value
+
+    def keep_nothing(self) -> None:
+        """The value has been taken: let go of what would have reverted it. The job itself may live on in its chain."""
 
     def abandon(self) -> Callable[[], None] | None:
         """Caller: it goes away. Returns what must still be run on the job's lane, or None.
@@ -277,6 +281,9 @@ class Call(Job):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo(value)
+
+    def keep_nothing(self) -> None:
+        self._undo = None
 
     def operation(self, name: str) -> str:
         return name if self._text is None else self._text

@@ -23,12 +23,10 @@ class _Nothing:
 class Lease:
     """Open from the start; ``memory`` is for after ``attach``."""
 
-    __slots__ = ("_closed", "_keeper", "_view", "_watch", "is_device_address")
+    __slots__ = ("_closed", "_keeper", "_view", "_watch")
 
     def __init__(self) -> None:
         self._closed = False
-        self.is_device_address = False
-        """The memory was given out as an address, so that nothing made from it can be seen."""
         self._view: memoryview | None = None
         self._hold(_Nothing())
 
@@ -70,11 +68,6 @@ class Lease:
             with contextlib.suppress(BufferError):  # an array, a view or a copy under way hangs on it
                 view.release()
         self._keeper = None
-
-    def end(self) -> None:
-        """The owner of the memory ends: close the lease, unless its holder alone knows whether the memory is in use."""
-        if not self.is_device_address:
-            self.close()
 
     def when_unused(self, callback: Callable[[], object]) -> None:
         """Call back when this is in use no more: now if so. Any thread, also in the middle of a garbage collection: the

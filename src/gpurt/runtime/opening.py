@@ -106,7 +106,7 @@ class Opening:
         self._driver_open = False
         self._closer: Lane | None = None
         self._kept: list[Allocation] = []
-        """Allocations that arrays, or views with addresses, still look into, when all else has been freed."""
+        """Allocations that views, or arrays made from them, still look into, when all else has been freed."""
         self._host_kept = False
         """Likewise of host buffers."""
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
@@ -317,7 +317,7 @@ class Opening:
                 f"{first.size_bytes:,} bytes on {first.device_id}"
             )
         if self._host_kept:
-            return f"arrays over {self.host_pool.lent_bytes:,} bytes of host buffers"
+            return f"buffers or arrays over {self.host_pool.lent_bytes:,} bytes of page-locked host memory"
         return None
 
     # Closing
@@ -361,7 +361,7 @@ class Opening:
             nbytes = sum(allocation.handle.size_bytes for allocation in leaked)
             viewed = sum(1 for allocation in leaked if allocation.open_views)
             text = f"{name}: {len(leaked)} allocations of {nbytes:,} bytes were never deallocated"
-            text += f", {viewed} of them with open views" if viewed else ""
+            text += f", {viewed} of them with open views, whose memory stays until they are gone" if viewed else ""
             warnings.warn(text, ResourceWarning, stacklevel=3)
         if buffers:
             nbytes = sum(buffer.nbytes for buffer in buffers)
@@ -396,13 +396,11 @@ class Opening:
         """Closing thread: free what nobody looks into. Nothing is outstanding, so no order has to be kept."""
         dispatch, wake = self.dispatch, self._wake_closer
         self.host_pool.on_return = wake
-        self.host_pool.end_buffers()
         kept: list[Allocation] = []
         exported: set[int] = set()
         for allocation in self.handles:
             if allocation.exported:
                 exported.add(allocation.index)
-            allocation.end_views()
             if allocation.open_views and not dispatch.lost(allocation.index):
                 kept.append(allocation)
                 allocation.when_unviewed(wake)
@@ -410,11 +408,12 @@ class Opening:
                 self.ledger.release(allocation.handle.device_id, allocation.handle.size_bytes)
         used = {allocation.block for allocation in kept}
         for index in range(len(self.devices)):
-            if not dispatch.lost(index):
+            if not dispatch.lost(index) and self.allocator.holds(index):
                 sync = index in exported
                 duty = Duty("free", lambda _, index=index, sync=sync: self._free_device(index, used, sync=sync))
                 dispatch.impose(duty, index, "memory")
-        dispatch.impose(Duty("host_free", lambda _: self.host_pool.free_unused()), 0, "memory")
+        if self.host_pool.holds:
+            dispatch.impose(Duty("host_free", lambda _: self.host_pool.free_unused()), 0, "memory")
         dispatch.wait_idle()
         self._kept, self._host_kept = kept, self.host_pool.lent_bytes > 0
 

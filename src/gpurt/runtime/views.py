@@ -67,7 +67,6 @@ class DeviceView:
     def attach_pointer(self, pointer: int, device_index: int) -> None:
         """As ``attach``, with a device address of CUDA's device ``device_index``."""
         self._measure()
-        self.lease.is_device_address = True
         self._pointer, self._device_index = pointer, device_index
 
     def _measure(self) -> None:
