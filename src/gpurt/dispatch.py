@@ -151,7 +151,11 @@ class Dispatcher:
         interruption = job.interruption
         assert interruption is not None
         await self._leave(job, droppable=droppable, wait_out=wait_out)
-        raise interruption
+        job.interruption = None
+        try:
+            raise interruption
+        finally:
+            del interruption  # frames of its traceback have both: they would keep each other
 
     async def _leave(self, job: Job, *, droppable: bool, wait_out: bool) -> None:
         if not droppable:

@@ -136,8 +136,11 @@ class Job:
             self._stage = _CLOSED if orphan else _FINISHED
             if not orphan:
                 self.value, self.error = value, error
-        if orphan:
-            self._undo(value, error)
+        try:
+            if orphan:
+                self._undo(value, error)
+        finally:
+            del error  # this frame is in its traceback: they would keep each other
 
     def fail(self, error: Exception) -> None:
         """There is no lane to run it: the outcome is ``error``."""
@@ -158,8 +161,11 @@ class Job:
         self._stage = _CLOSED  # without the claim: the lane has let go, and the other claimant is the caller
         if self.error is not None:
             error, self.error = self.error, None
-            self._undo(NOTHING, None)
-            raise error
+            try:
+                self._undo(NOTHING, None)
+                raise error
+            finally:
+                del error  # as in `run`
         value, self.value, self.undo = self.value, None, None
         return value
 

@@ -123,16 +123,19 @@ def _parse(document: bytes, file_bytes: int, path: str) -> Header:
     data_start = LENGTH_BYTES + len(document)
     tensors: list[TensorInfo] = []
     wrong: WeightsError | None = None
-    for name, entry in members(document, path, "header"):
-        try:
-            if name == "__metadata__":
-                metadata = _metadata(entry, path)
-            else:
-                tensors.append(_tensor(name, entry, data_start, path))
-        except WeightsError as exc:  # that the whole is no JSON would say more
-            wrong = wrong or exc
-    if wrong is not None:
-        raise wrong
+    try:
+        for name, entry in members(document, path, "header"):
+            try:
+                if name == "__metadata__":
+                    metadata = _metadata(entry, path)
+                else:
+                    tensors.append(_tensor(name, entry, data_start, path))
+            except WeightsError as exc:  # that the whole is no JSON would say more
+                wrong = wrong or exc
+        if wrong is not None:
+            raise wrong
+    finally:
+        del wrong  # this frame is in its traceback: they would keep each other
     tensors = _in_order(tensors)
     end, before = data_start, None
     for tensor in tensors:

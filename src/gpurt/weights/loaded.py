@@ -97,7 +97,10 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
         kept, error = await free_all(self._backend, handles)
         self._handles += kept
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # this frame is in its traceback: they would keep each other
 
     async def __aenter__(self) -> Self:
         return self

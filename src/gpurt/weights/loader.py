@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import DeviceNotFound, GPUError, OutOfMemory, OutOfRange, Unsupported
-from gpurt.memory.undo import free_all
+from gpurt.errors import DeviceNotFound, OutOfMemory, OutOfRange, Unsupported
+from gpurt.memory.undo import undo_allocations
 from gpurt.types import MemoryHandle
 from gpurt.weights.arguments import check_load
 from gpurt.weights.errors import shown
@@ -71,12 +71,7 @@ async def load_safetensors(
         finally:
             await load.end()
     except BaseException as failure:
-        # Who cancels must not wait for a driver that hangs.
-        _, error = await free_all(backend, load.handles, detach=isinstance(failure, asyncio.CancelledError))
-        if isinstance(error, GPUError):
-            log.error("an allocation of weights was not freed: %s", error)
-        elif error is not None:
-            raise error from failure  # cancelled meanwhile: who cancels must see it
+        await undo_allocations(backend, load.handles, failure)
         raise
     return weights
 

@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 from gpurt.weights.errors import WeightsError, shown
@@ -51,7 +52,10 @@ class ObjectReader:
         self._path = path
         self._what = what
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._unique, parse_constant=self._refuse)
+        # Functions that know no reader: methods of this one would keep it, and the document, until a full collection.
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=partial(_unique, path, what), parse_constant=partial(_refuse, path, what)
+        )
         self._trouble = ("", 0)
         """Why the last attempt failed, and where in the window."""
         self._read = 0
@@ -66,15 +70,19 @@ class ObjectReader:
         Raises:
             WeightsError: as soon as it is seen that this is not one JSON object with different keys.
         """
-        mark = self._next()
-        if not mark:
-            raise self._not_json("it is empty")
-        if mark != "{":
-            value = self._value(0)
-            raise WeightsError(f"the {self._what} is not a JSON object but {shown(value)}", path=self._path)
-        yield from self._members(0)
-        if self._next():
-            raise self._not_json("something follows the object")
+        try:
+            mark = self._next()
+            if not mark:
+                raise self._not_json("it is empty")
+            if mark != "{":
+                value = self._value(0)
+                raise WeightsError(f"the {self._what} is not a JSON object but {shown(value)}", path=self._path)
+            yield from self._members(0)
+            if self._next():
+                raise self._not_json("something follows the object")
+        finally:
+            # An error has this frame in its traceback, and whoever keeps it need not keep the document.
+            self._document, self._text = memoryview(b""), ""
 
     # Containers
 
@@ -87,7 +95,7 @@ class ObjectReader:
         while True:
             name = self._name()
             if name in seen:
-                raise self._twice(name)
+                raise _twice(self._path, self._what, name)
             seen.add(name)
             yield name, self._value(depth + 1)
             mark = self._next()
@@ -245,22 +253,25 @@ class ObjectReader:
 
     # Errors
 
-    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            raise self._twice(next(key for key, _ in pairs if key in seen or seen.add(key)))
-        return result
-
-    def _refuse(self, constant: str) -> Any:
-        raise WeightsError(f"the {self._what} is not JSON: {constant} is no JSON value", path=self._path)
-
-    def _twice(self, name: str) -> WeightsError:
-        return WeightsError(f"the {self._what} has the key {shown(name)} twice", path=self._path)
-
     def _nested(self) -> WeightsError:
         return WeightsError(f"the {self._what} is nested too deeply", path=self._path)
 
     def _not_json(self, why: str, at: int | None = None) -> WeightsError:
         position = self._before + (self._at if at is None else at)
         return WeightsError(f"the {self._what} is not JSON: {why} (character {position:,})", path=self._path)
+
+
+def _unique(path: str, what: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        raise _twice(path, what, next(key for key, _ in pairs if key in seen or seen.add(key)))
+    return result
+
+
+def _refuse(path: str, what: str, constant: str) -> Any:
+    raise WeightsError(f"the {what} is not JSON: {constant} is no JSON value", path=path)
+
+
+def _twice(path: str, what: str, name: str) -> WeightsError:
+    return WeightsError(f"the {what} has the key {shown(name)} twice", path=path)
