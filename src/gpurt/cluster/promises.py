@@ -10,12 +10,13 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gpurt.placement.version import MAX_NUMBER, PlanVersion
-from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, default_registry_path
+from gpurt.registry.file import SCHEMA_VERSION, JsonFile, default_registry_path
+from gpurt.registry.newer import Records
 
 _log = logging.getLogger("gpurt.cluster.promises")
 
@@ -30,6 +31,16 @@ class Promised(BaseModel):
     """Of the node's part: one version is of one plan only."""
     empty: bool = False
     """It leaves the node with nothing of the instance."""
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _known_fields(cls, value: Any) -> Any:
+        # Placement's records refuse unknown fields, which a newer gpurt may have written here.
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            name: each for name, each in cast("Mapping[str, Any]", value).items() if name in PlanVersion.model_fields
+        }
 
 
 class InstancePromises(BaseModel):
@@ -79,6 +90,13 @@ class PromiseFile(JsonFile[PromiseDocument]):
         node: which of the nodes that have this registry.
     """
 
+    MODEL = PromiseDocument
+    # By name, not by what is in them.
+    RECORDS: ClassVar[Records] = {
+        ("nodes", "*"): lambda promises: None,
+        ("nodes", "*", "instances", "*"): lambda promises: None,
+    }
+
     def __init__(self, registry_path: str | os.PathLike[str] | None, cluster: str, node: str) -> None:
         registry = default_registry_path() if registry_path is None else Path(registry_path)
         super().__init__(registry.with_name(f"{registry.stem}.promises.json"))
@@ -107,16 +125,7 @@ class PromiseFile(JsonFile[PromiseDocument]):
         """
 
         def change(old: PromiseDocument | None) -> PromiseDocument:
-            nodes = {} if old is None else dict(old.nodes)
-            return PromiseDocument(nodes={**nodes, self._place: promises})
+            document = old or PromiseDocument()
+            return document.model_copy(update={"nodes": {**document.nodes, self._place: promises}})
 
         self.update(change)
-
-    def _parse(self, raw: bytes, data: dict[str, Any]) -> PromiseDocument:
-        try:
-            return PromiseDocument.model_validate(data)
-        except ValidationError as exc:
-            raise CorruptRegistry(str(exc)) from exc
-
-    def _dump(self, value: PromiseDocument) -> bytes:
-        return value.model_dump_json(by_alias=True, exclude_none=True).encode()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gpurt.discovery.remembered import Remembered
 from gpurt.discovery.result import DiscoveryStatus
-from gpurt.registry.file import SCHEMA_VERSION, CorruptRegistry, JsonFile, RegistryTooNew
-from gpurt.registry.records import CalibrationRecord, Link, TuningRecord, readable, utc_now
+from gpurt.health.evidence import SEVERITY
+from gpurt.registry.file import JsonFile, RegistryTooNew
+from gpurt.registry.measured import MEASURED_RECORDS, Measurements
+from gpurt.registry.newer import Records
+from gpurt.registry.records import utc_now
 from gpurt.types import BackendReport, GPUDevice
 
 _log = logging.getLogger("gpurt.discovery.registry")
@@ -31,14 +33,27 @@ class Attempts(BaseModel):
     """What was installed for it then; with anything else it is asked at once."""
 
 
-class RegistryDocument(BaseModel):
+class _Believed(BaseModel):
+    """What is believed of one device, as :meth:`gpurt.health.HealthMonitor.export` gives it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    state: str
+    reason: str | None
+    xids: list[int]
+
+    @field_validator("state")
+    @classmethod
+    def _known_state(cls, value: str) -> str:
+        if value not in SEVERITY:
+            raise ValueError(f"{value!r} is no state that this version knows")
+        return value
+
+
+class RegistryDocument(Measurements):
     """The content of the file."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
     epoch: int = 0
-    saved_at: str = Field(default_factory=utc_now)
     timestamp: str = Field(default_factory=utc_now)
     backend_name: str | None = None
     discovery_status: DiscoveryStatus = "complete"
@@ -47,16 +62,9 @@ class RegistryDocument(BaseModel):
     verified: tuple[str, ...] = ()
     """Keys of passed verifications (:func:`gpurt.discovery.verify.verification_key`)."""
     remembered: Mapping[str, tuple[Remembered, ...]] = Field(default_factory=dict)
-    """Verified answers by backend, the newest first. Of these and of measurements, an entry that does not validate is
-    as if it were not there: it saves time and nothing else, so it must not cost the rest of the file."""
+    """Verified answers by backend, the newest first."""
     attempts: Mapping[str, Attempts] = Field(default_factory=dict)
     """Backends that could not be used, by name."""
-    tuning: tuple[TuningRecord, ...] = ()
-    """How copies of each device are done: measured, written and read by backends (:mod:`gpurt.registry.measured`)."""
-    calibration: tuple[CalibrationRecord, ...] = ()
-    """What devices were measured to do, the newest first (:mod:`gpurt.calibration`)."""
-    topology: tuple[Link, ...] = ()
-    """What was measured between devices, the newest first."""
     health: Mapping[str, Any] = Field(default_factory=dict)
     """What is believed of devices that are not healthy (:meth:`gpurt.health.HealthMonitor.export`)."""
     simulated: RegistryDocument | None = None
@@ -67,38 +75,43 @@ class RegistryDocument(BaseModel):
         """Whether a discovery was ever written: every one has a report, also one that found nothing."""
         return bool(self.reports)
 
-    @field_validator("remembered", mode="before")
+    @field_validator("health")
     @classmethod
-    def _readable_remembered(cls, value: Any) -> dict[str, tuple[Remembered, ...]]:
-        return {name: readable(Remembered, entries) for name, entries in _items(value) if isinstance(name, str)}
-
-    @field_validator("health", mode="before")
-    @classmethod
-    def _readable_health(cls, value: Any) -> dict[str, Any]:
-        return {name: each for name, each in _items(value) if isinstance(name, str)}
-
-    @field_validator("tuning", mode="before")
-    @classmethod
-    def _readable_tuning(cls, value: Any) -> tuple[TuningRecord, ...]:
-        return readable(TuningRecord, value)
-
-    @field_validator("calibration", mode="before")
-    @classmethod
-    def _readable_calibration(cls, value: Any) -> tuple[CalibrationRecord, ...]:
-        return readable(CalibrationRecord, value)
-
-    @field_validator("topology", mode="before")
-    @classmethod
-    def _readable_topology(cls, value: Any) -> tuple[Link, ...]:
-        return readable(Link, value)
+    def _known_health(cls, value: Mapping[str, Any]) -> dict[str, Any]:
+        """What is understood of it, which alone may be replaced."""
+        known: dict[str, Any] = {}
+        if "boot_id" in value and isinstance(value["boot_id"], str | None):
+            known["boot_id"] = value["boot_id"]
+        devices: Any = value.get("devices")
+        if isinstance(devices, Mapping):
+            known["devices"] = dict(_believed_devices(cast("Mapping[Any, Any]", devices)))
+        return known
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    return list(cast("dict[Any, Any]", value).items()) if isinstance(value, dict) else []
+def _believed_devices(devices: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, entry in devices.items():
+        try:
+            yield str(key), _Believed.model_validate(entry).model_dump()
+        except ValidationError as exc:
+            _log.info("remembered health of %s is not understood: %s", key, exc.errors()[0]["msg"])
+
+
+def _stable_id(device: Any) -> object:
+    return (device["identity"] or {}).get("key") or device["device_id"]
 
 
 class RegistryFile(JsonFile[RegistryDocument]):
     """The registry file as discovery's document."""
+
+    MODEL = RegistryDocument
+    RECORDS: ClassVar[Records] = {
+        **MEASURED_RECORDS,
+        ("devices", "*"): _stable_id,
+        ("reports", "*"): lambda report: report["name"],
+        ("verified", "*"): lambda key: key,
+        ("remembered", "*", "*"): lambda answer: answer["signature"],
+        ("attempts", "*"): lambda attempts: None,  # by name
+    }
 
     def save(self, document: RegistryDocument) -> RegistryDocument:
         """Replace the file's content; returns what was written. The stored epoch never decreases.
@@ -134,13 +147,3 @@ class RegistryFile(JsonFile[RegistryDocument]):
         except (OSError, RegistryTooNew) as exc:
             _log.warning("the epoch could not be stored: %s", exc)
             return int(time.time())
-
-    def _parse(self, raw: bytes, data: dict[str, Any]) -> RegistryDocument:
-        try:
-            # JSON mode: a tuple may come as a list, but "1" is no integer.
-            return RegistryDocument.model_validate_json(raw, strict=True)
-        except ValidationError as exc:
-            raise CorruptRegistry(str(exc)) from exc
-
-    def _dump(self, value: RegistryDocument) -> bytes:
-        return json.dumps(value.model_dump(mode="json", by_alias=True), allow_nan=False).encode()

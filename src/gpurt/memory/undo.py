@@ -18,10 +18,13 @@ async def undo_allocations(backend: GPUBackend, handles: Sequence[MemoryHandle],
     """Free ``handles`` because of ``failure``, which the caller raises next. After a cancellation that is submitted and
     not waited for: who cancels must not wait for a driver that hangs."""
     _, error = await free_all(backend, handles, detach=isinstance(failure, asyncio.CancelledError))
-    if isinstance(error, GPUError):
-        log.error("an allocation was not freed after a failure: %s", error)
-    elif error is not None:
-        raise error from failure  # cancelled meanwhile: who cancels must see it
+    try:
+        if isinstance(error, GPUError):
+            log.error("an allocation was not freed after a failure: %s", error)
+        elif error is not None:
+            raise error from failure  # cancelled meanwhile: who cancels must see it
+    finally:
+        del error, failure  # this frame is in their tracebacks: they would keep each other
 
 
 async def end_allocation(
@@ -84,14 +87,14 @@ async def free_all(
         if not detach:
             await asyncio.wait(tasks)
     except asyncio.CancelledError as exc:
-        cancelled = exc
+        cancelled = exc.with_traceback(None)  # this frame is in it: they would keep each other
     for task in tasks:
         task.cancel()  # what was submitted is freed all the same
     while not all(task.done() for task in tasks):
         try:
             await asyncio.wait(tasks)
         except asyncio.CancelledError as exc:
-            cancelled = exc
+            cancelled = exc.with_traceback(None)
     kept: list[MemoryHandle] = []
     failed: BaseException | None = None
     for task, handle in tasks.items():

@@ -2,7 +2,8 @@
 
 A save writes a file of unique name, flushes it to the disk and renames it over the old one, under a lock; the old
 one stays as ``registry.json.bak``. A reader sees one whole version at any moment. A file that cannot be read is
-evidence: it is moved to ``registry.json.corrupt-<time>``, never overwritten. A file of a newer gpurt is left alone.
+evidence: it is moved to ``registry.json.corrupt-<time>``, never overwritten. Only what is no JSON object, or has no
+schema, is such a file. One of a newer schema is left alone.
 
 Every method blocks and is safe to call from several threads and processes.
 """
@@ -18,17 +19,19 @@ import shutil
 import stat
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar, cast
+
+from pydantic import BaseModel
 
 from gpurt.errors import GPUError
+from gpurt.registry.newer import Reading, Records, Unreadable
 
-T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 SCHEMA_VERSION: Final = 1
-"""``schema`` of the object. A new field needs no new one: unknown fields are tolerated."""
+"""``schema`` of the object. New sections, fields, words and records need no new one: they are kept."""
 MAX_FILE_BYTES: Final = 16 << 20
 """Larger is not ours: 1,000 devices take 2 MiB."""
 LOCK_TIMEOUT_S: Final = 5.0
@@ -52,40 +55,40 @@ def default_registry_path() -> Path:
     return user_state_path("gpurt") / "registry.json"
 
 
-class JsonFile(ABC, Generic[T]):
-    """The file as values of ``T``. Whoever has the file open as another type sees the same versions and locks.
+class JsonFile(Generic[M]):
+    """The file as values of ``M``. Whoever has the file open as another type sees the same versions and locks.
+
+    What a newer gpurt has put in it stays there, whatever is written: see :mod:`gpurt.registry.newer`.
 
     Args:
         path: the file; None is :func:`default_registry_path`. Nothing is touched before the first call.
     """
+
+    MODEL: type[M]
+    RECORDS: ClassVar[Records] = {}
+    NESTED: ClassVar[str] = "simulated"
+    """The member that is a document of its own."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = default_registry_path() if path is None else Path(path)
         self.quarantined: Path | None = None
         """Where the last corrupt file of this instance went."""
 
-    @abstractmethod
-    def _parse(self, raw: bytes, data: dict[str, Any]) -> T:
-        """The content as a value. ``data`` is ``raw`` parsed, of a schema that we know.
-
-        Raises:
-            CorruptRegistry: it is not one.
-        """
-
-    @abstractmethod
-    def _dump(self, value: T) -> bytes:
-        """The inverse."""
-
     @property
     def backup_path(self) -> Path:
         """The last good copy before the present one."""
         return self.path.with_name(self.path.name + ".bak")
 
-    def load(self, *, put_aside: bool = True) -> T | None:
+    def load(self, *, put_aside: bool = True) -> M | None:
         """The content; None when there is none, or none that can be read. Never raises for what is in the file.
 
+        Records and fields that are not understood are left out, with a line in the log for each.
         Of a corrupt file it is the last good copy. The file is put aside, unless that is left to somebody else.
         """
+        reading = self._load(put_aside=put_aside)
+        return None if reading is None else cast("M", reading.value)
+
+    def _load(self, *, put_aside: bool) -> Reading | None:
         try:
             return self._read(self.path)
         except FileNotFoundError:
@@ -99,7 +102,7 @@ class JsonFile(ABC, Generic[T]):
         except CorruptRegistry:
             return self._recover() if put_aside else self._last_good()
 
-    def update(self, change: Callable[[T | None], T]) -> T:
+    def update(self, change: Callable[[M | None], M]) -> M:
         """Replace the content by ``change(content)`` while no other process can write; returns what was written.
 
         Raises:
@@ -115,8 +118,13 @@ class JsonFile(ABC, Generic[T]):
                 old = None
             except CorruptRegistry:
                 old = self._quarantine_and_fall_back()
-            new = change(old)
-            self._replace(self._dump(new))
+            before = None if old is None else _plain(old.value)
+            new = change(None if old is None else cast("M", old.value))
+            content = _plain(new)
+            json.dumps(content, allow_nan=False)  # ours has none; what others have put there stays
+            if old is not None and before is not None:
+                content = old.changed(before, content)
+            self._replace(json.dumps(content).encode())
         return new
 
     def _make_directory(self) -> None:
@@ -125,7 +133,7 @@ class JsonFile(ABC, Generic[T]):
             # A path that somebody wrote may be misspelt: no tree of directories is made for it.
             directory.mkdir(parents=self.path == default_registry_path(), exist_ok=True)
 
-    def _read(self, path: Path) -> T:
+    def _read(self, path: Path) -> Reading:
         # A pipe has to be opened without waiting for its other end to be seen for one.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         # Before fdopen, which leaves a directory open, and names it by its number.
@@ -141,16 +149,19 @@ class JsonFile(ABC, Generic[T]):
             version = data["schema"]
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
             raise CorruptRegistry(str(exc)) from exc
-        if not isinstance(version, int):
+        if not isinstance(version, int) or isinstance(version, bool):
             raise CorruptRegistry(f"schema {version!r} is not a number")
         if version > SCHEMA_VERSION:
             raise RegistryTooNew(
                 f"registry {path} has schema {version}, this gpurt knows {SCHEMA_VERSION}",
                 hint="upgrade gpurt, or name another registry file",
             )
-        return self._parse(raw, data)
+        try:
+            return Reading(self.MODEL, data, self.RECORDS, self.NESTED, str(path))
+        except Unreadable as exc:
+            raise CorruptRegistry(str(exc)) from exc
 
-    def _recover(self) -> T | None:
+    def _recover(self) -> Reading | None:
         try:
             with self._locked():
                 try:
@@ -164,7 +175,7 @@ class JsonFile(ABC, Generic[T]):
             _log.warning("registry %s is corrupt and could not be put aside: %s", self.path, exc)
             return self._last_good()
 
-    def _quarantine_and_fall_back(self) -> T | None:
+    def _quarantine_and_fall_back(self) -> Reading | None:
         """Under the lock: put the corrupt file aside, once, with a warning."""
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + f"-{time.time_ns() % 1_000_000_000:09d}"
         aside = self.path.with_name(f"{self.path.name}.corrupt-{stamp}")
@@ -179,7 +190,7 @@ class JsonFile(ABC, Generic[T]):
         )
         return content
 
-    def _last_good(self) -> T | None:
+    def _last_good(self) -> Reading | None:
         try:
             return self._read(self.backup_path)
         except (OSError, CorruptRegistry, RegistryTooNew):
@@ -235,6 +246,10 @@ class JsonFile(ABC, Generic[T]):
         finally:
             # Renaming one name of a file over another name of it does nothing, so the first name may remain.
             temporary.unlink(missing_ok=True)
+
+
+def _plain(value: BaseModel) -> dict[str, Any]:
+    return value.model_dump(mode="json", by_alias=True)
 
 
 def _flush_directory(directory: Path) -> None:

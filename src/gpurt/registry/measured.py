@@ -7,31 +7,61 @@ Every method blocks, and is safe to call from several threads and processes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, cast
+from typing import ClassVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from gpurt.registry.file import SCHEMA_VERSION, JsonFile
+from gpurt.registry.newer import Records
 from gpurt.registry.records import (
     CalibrationRecord,
     Link,
     TuningRecord,
-    readable,
     utc_now,
     with_calibrations,
     with_links,
     with_tuning,
 )
 
-_Object: TypeAlias = dict[str, Any]
+
+class Measurements(BaseModel):
+    """What was measured, of real devices or of simulated ones; each section has the newest first."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: int = Field(default=SCHEMA_VERSION, alias="schema")
+    saved_at: str = Field(default_factory=utc_now)
+    tuning: tuple[TuningRecord, ...] = ()
+    """How copies of each device are done: measured, written and read by backends."""
+    calibration: tuple[CalibrationRecord, ...] = ()
+    """What devices were measured to do (:mod:`gpurt.calibration`)."""
+    topology: tuple[Link, ...] = ()
+    """What was measured between devices."""
 
 
-class MeasuredFile(JsonFile[_Object]):
+class MeasuredDocument(Measurements):
+    """All that was measured."""
+
+    simulated: Measurements | None = None
+
+
+MEASURED_RECORDS: Records = {
+    ("tuning", "*"): lambda record: [record["device"], record["backend"], record["threads"]],
+    ("calibration", "*"): lambda record: [record["device"], record["speeds"]["backend"]],
+    ("topology", "*"): lambda record: [record["src"], record["dst"]],
+}
+
+
+class MeasuredFile(JsonFile[MeasuredDocument]):
     """The registry file, seen as what was measured on this host."""
+
+    MODEL = MeasuredDocument
+    RECORDS: ClassVar[Records] = MEASURED_RECORDS
 
     def tunings(self) -> tuple[TuningRecord, ...]:
         """The newest first; empty also where the file cannot be read."""
-        return readable(TuningRecord, self._content().get("tuning"))
+        return self._content().tuning
 
     def keep_tuning(self, record: TuningRecord) -> None:
         """Add it, or replace the one that it supersedes.
@@ -39,16 +69,12 @@ class MeasuredFile(JsonFile[_Object]):
         Raises:
             RegistryTooNew, OSError: as :meth:`JsonFile.update`; nothing was written.
         """
-
-        def change(data: _Object) -> None:
-            data["tuning"] = _plain(with_tuning(readable(TuningRecord, data.get("tuning")), record))
-
-        self._change(change)
+        self._change(lambda old: old.model_copy(update={"tuning": with_tuning(old.tuning, record)}))
 
     def links(self) -> tuple[Link, ...]:
         """Of real devices, then of simulated ones, each the newest first; empty also where the file cannot be read."""
-        data = self._content()
-        return (*_links(data), *_links(_simulated(data)))
+        content = self._content()
+        return content.topology + (content.simulated.topology if content.simulated else ())
 
     def keep_links(self, links: Iterable[Link]) -> None:
         """Add them; each replaces the last measurement of its ordered pair.
@@ -57,23 +83,18 @@ class MeasuredFile(JsonFile[_Object]):
             RegistryTooNew, OSError: as :meth:`JsonFile.update`; nothing was written.
         """
         measured = tuple(links)
-        real = [link for link in measured if not link.simulated]
-        simulated = [link for link in measured if link.simulated]
 
-        def change(data: _Object) -> None:
-            if real:
-                data["topology"] = _plain(with_links(_links(data), real))
-            if simulated:
-                part = _simulated(data) or _new()
-                data["simulated"] = part | {"topology": _plain(with_links(_links(part), simulated))}
+        def change(part: Measurements, simulated: bool) -> Measurements:
+            ours = [link for link in measured if link.simulated == simulated]
+            return part.model_copy(update={"topology": with_links(part.topology, ours)}) if ours else part
 
         if measured:
-            self._change(change)
+            self._change_parts(change)
 
     def calibrations(self) -> tuple[CalibrationRecord, ...]:
         """Of real devices, then of simulated ones, each the newest first; empty also where the file cannot be read."""
-        data = self._content()
-        return (*_calibrations(data), *_calibrations(_simulated(data)))
+        content = self._content()
+        return content.calibration + (content.simulated.calibration if content.simulated else ())
 
     def keep_calibrations(self, records: Iterable[CalibrationRecord]) -> None:
         """Add them; each replaces the last one of its device and backend.
@@ -82,55 +103,28 @@ class MeasuredFile(JsonFile[_Object]):
             RegistryTooNew, OSError: as :meth:`JsonFile.update`; nothing was written.
         """
         measured = tuple(records)
-        real = [record for record in measured if not record.simulated]
-        simulated = [record for record in measured if record.simulated]
 
-        def change(data: _Object) -> None:
-            if real:
-                data["calibration"] = _plain(with_calibrations(_calibrations(data), real))
-            if simulated:
-                part = _simulated(data) or _new()
-                kept = with_calibrations(_calibrations(part), simulated)
-                data["simulated"] = part | {"calibration": _plain(kept)}
+        def change(part: Measurements, simulated: bool) -> Measurements:
+            ours = [record for record in measured if record.simulated == simulated]
+            return part.model_copy(update={"calibration": with_calibrations(part.calibration, ours)}) if ours else part
 
         if measured:
-            self._change(change)
+            self._change_parts(change)
 
-    def _content(self) -> _Object:
+    def _content(self) -> MeasuredDocument:
         # A corrupt file stays for discovery, which tells its users that it was one.
-        return self.load(put_aside=False) or {}
+        return self.load(put_aside=False) or MeasuredDocument()
 
-    def _change(self, change: Callable[[_Object], None]) -> None:
-        def changed(old: _Object | None) -> _Object:
-            data = old or _new()
-            change(data)
-            return data | {"saved_at": utc_now()}
+    def _change_parts(self, change: Callable[[Measurements, bool], Measurements]) -> None:
+        """Change the measurements of real devices, and those of simulated ones (True)."""
 
-        self.update(changed)
+        def changed(old: MeasuredDocument) -> MeasuredDocument:
+            simulated = change(old.simulated or Measurements(), True)
+            real = cast("MeasuredDocument", change(old, False))
+            has_any = old.simulated is not None or simulated.topology or simulated.calibration
+            return real.model_copy(update={"simulated": simulated if has_any else None})
 
-    def _parse(self, raw: bytes, data: _Object) -> _Object:
-        return data
+        self._change(changed)
 
-    def _dump(self, value: _Object) -> bytes:
-        return json.dumps(value).encode()
-
-
-def _new() -> _Object:
-    return {"schema": SCHEMA_VERSION}
-
-
-def _simulated(data: _Object) -> _Object:
-    part = data.get("simulated")
-    return cast("_Object", part) if isinstance(part, dict) else {}
-
-
-def _links(data: _Object) -> tuple[Link, ...]:
-    return readable(Link, data.get("topology"))
-
-
-def _calibrations(data: _Object) -> tuple[CalibrationRecord, ...]:
-    return readable(CalibrationRecord, data.get("calibration"))
-
-
-def _plain(models: Iterable[TuningRecord | CalibrationRecord | Link]) -> list[_Object]:
-    return [model.model_dump(mode="json") for model in models]
+    def _change(self, change: Callable[[MeasuredDocument], MeasuredDocument]) -> None:
+        self.update(lambda old: change(old or MeasuredDocument()).model_copy(update={"saved_at": utc_now()}))

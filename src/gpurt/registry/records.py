@@ -1,18 +1,17 @@
 """What is measured on a host and kept: copy tunings, speeds of devices, and links between them.
 
 Entries are recognised by stable device ids (:attr:`gpurt.types.GPUDevice.stable_id`). They save time and tell what was
-true when they were measured; one that does not validate is as if it were not there, and never costs the rest.
+true when they were measured.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final, TypeVar, cast
+from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from gpurt.types import DeviceSpeeds, GPUDevice, MappingModel
 
@@ -20,10 +19,6 @@ MAX_TUNINGS: Final = 256
 MAX_CALIBRATIONS: Final = 1024
 MAX_LINKS: Final = 4096
 """All ordered pairs of 64 devices; as many take about 2 MiB of the file."""
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-_log = logging.getLogger("gpurt.registry")
 
 
 class TuningRecord(BaseModel):
@@ -122,23 +117,6 @@ class Link(MappingModel):
     measured_at: str
     """ISO 8601, UTC."""
     simulated: bool = False
-
-
-def readable(model: type[_Model], entries: Any) -> tuple[_Model, ...]:
-    """The entries that are ``model``'s, in their order. Each of the others leaves a line in the log."""
-    found: list[_Model] = []
-    if not isinstance(entries, list | tuple):
-        if entries is not None:
-            _log.info("the registry's %s entries are ignored: they are no list", model.__name__)
-        return ()
-    for entry in cast("Iterable[Any]", entries):
-        try:
-            found.append(model.model_validate(entry))
-        except ValidationError as exc:
-            error = exc.errors()[0]
-            where = ".".join(map(str, error["loc"]))
-            _log.info("a %s of the registry is ignored: %s %s", model.__name__, where, error["msg"])
-    return tuple(found)
 
 
 def with_tuning(records: Iterable[TuningRecord], new: TuningRecord) -> tuple[TuningRecord, ...]:

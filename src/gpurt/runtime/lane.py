@@ -113,16 +113,20 @@ class Lane(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """As ``concurrent.futures.Executor.submit``."""
         future: Future[T] = Future()
+        held = [future]
 
         def call(_: Job) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
+            promise = held.pop()
             try:
+                if not promise.set_running_or_notify_cancel():
+                    return
                 result = fn(*args, **kwargs)
             except BaseException as exc:
-                future.set_exception(exc)
+                promise.set_exception(exc)
             else:
-                future.set_result(result)
+                promise.set_result(result)
+            finally:
+                del promise  # this frame is behind those of its exception: they would keep each other
 
         self.put(Call(call))
         return future

@@ -56,15 +56,26 @@ class Filling:
 
     async def run(self, max_concurrent: int) -> None:
         self._total_bytes = await self._work.do(self._count_bytes)
-        self._advance(0)
+        self._tell()
+        try:
+            await self._fill_all(max_concurrent)
+        finally:
+            self._progress_failure = None  # frames of its traceback have this object: they would keep each other
+
+    async def _fill_all(self, max_concurrent: int) -> None:
         waiting = iter(_in_turns(self._fills))
         error: BaseException | None = None
+        other: BaseException | None = None
         tasks: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(max_concurrent, len(self._fills))):
                     tasks.append(group.create_task(self._fill_blocks(waiting), name=self._work.name))
+        except asyncio.CancelledError as exc:
+            # Up to Python 3.12 a frame of the group is in its traceback and holds it: they would keep each other.
+            raise exc.with_traceback(None)  # noqa: B904 (it is the same)
         except BaseExceptionGroup as failures:
+            failures.__traceback__ = None  # as above
             # The first is the cause; what follows it in other tasks is the same trouble seen again.
             error = failures.exceptions[0]
             for other in failures.exceptions[1:]:
@@ -74,8 +85,11 @@ class Filling:
             error = self._progress_failure
         if error is None and any(task.cancelled() for task in tasks):
             error = asyncio.CancelledError()  # by somebody else; the group takes that for an end like any other
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, other, tasks  # this frame is in their tracebacks
 
     async def _fill_blocks(self, waiting: Iterator[Fill]) -> None:
         for fill in waiting:
@@ -131,13 +145,15 @@ class Filling:
         if self._progress_failure is not None:
             raise self._progress_failure  # told once; every other task ends here, too
         self._done_bytes += nbytes
-        if self._on_progress is None:
-            return
         try:
-            tell_progress(self._on_progress, self._done_bytes, self._total_bytes)
+            self._tell()
         except BaseException as exc:
             self._progress_failure = exc
             raise
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            tell_progress(self._on_progress, self._done_bytes, self._total_bytes)
 
     def _count_bytes(self) -> int:
         return sum(each.tensor.size_bytes for fill in self._fills for each in fill.block.placed)

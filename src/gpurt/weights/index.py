@@ -8,13 +8,15 @@ from typing import Any, cast
 from gpurt.weights.document import check_name, members
 from gpurt.weights.errors import WeightsError, shown
 from gpurt.weights.quiet import quiet
+from gpurt.weights.reader import Form
 
 
 def parse_index(document: bytes, path: str) -> dict[str, str]:
     """Tensor name → file name relative to the index, from the JSON text of an index. Pure.
 
     Shards stay inside the folder of the index: names that are absolute, have a drive or a ``..`` are refused.
-    Symbolic links are the owner's business, and download caches are made of them.
+    Symbolic links are the owner's business, and download caches are made of them. The limits are those of a header
+    (:mod:`gpurt.weights.header`); what else the index has is read over, whatever its size.
 
     Raises:
         WeightsError: not an index, or a shard's name is refused.
@@ -24,7 +26,10 @@ def parse_index(document: bytes, path: str) -> dict[str, str]:
 
 
 def _parse(document: bytes, path: str) -> dict[str, str]:
-    weight_map: Any = dict(members(document, path, "index")).get("weight_map")
+    weight_map: Any = None
+    for name, value in members(document, path, "index", Form("weight_map", skip=True)):
+        if name == "weight_map":
+            weight_map = value
     if not isinstance(weight_map, dict):
         raise WeightsError("the index has no object weight_map", path=path, hint="is it a checkpoint's index file?")
     shards = cast("dict[str, Any]", weight_map)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Self
 
 from gpurt.backend import GPUBackend
 from gpurt.memory.undo import free_all
+from gpurt.runtime.lane import Lane
+from gpurt.runtime.turns import short_turns
 from gpurt.types import MemoryHandle
 from gpurt.weights.header import DTYPES
+from gpurt.weights.quiet import MANY, drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +50,29 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
 
     Attributes:
         files: the files that were read, without the index.
+        size_bytes: of all tensors, without the padding between them.
     """
 
+    # Passes over all tensors, of which there may be 500,000: made off the event loop.
     def __init__(
         self,
         backend: GPUBackend,
-        tensors: Mapping[str, LoadedTensor],
+        tensors: dict[str, LoadedTensor],
         handles: Sequence[MemoryHandle],
         files: Sequence[Path],
     ) -> None:
         self.files = tuple(files)
+        self.size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
         self._backend = backend
-        self._tensors = dict(tensors)
+        self._tensors = tensors
         self._handles = list(handles)
+        weakref.finalize(self, _free_later, tensors).atexit = False
 
     def __getitem__(self, name: str) -> LoadedTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        yield from self._tensors  # an iterator of the dictionary alone would outlive this object
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -81,11 +89,6 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
         """The allocations that are live. Empty after ``close``."""
         return tuple(self._handles)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors, without the padding between them."""
-        return sum(tensor.size_bytes for tensor in self._tensors.values())
-
     async def close(self) -> None:
         """Free everything. Idempotent. A cancelled close still frees.
 
@@ -97,7 +100,10 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
         kept, error = await free_all(self._backend, handles)
         self._handles += kept
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # this frame is in its traceback: they would keep each other
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,3 +112,20 @@ class LoadedWeights(Mapping[str, LoadedTensor]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _free_later(tensors: dict[str, LoadedTensor]) -> None:
+    """The weights are gone, mostly on the event loop, where to free 500,000 tensors is one call of 0.1 s."""
+    if len(tensors) < MANY:
+        return
+
+    def free() -> None:
+        with short_turns():
+            drop(tensors)
+
+    lane = Lane("gpurt:weights:free")
+    try:
+        lane.submit(free)
+    except RuntimeError:  # no thread can be started: then here, when this returns
+        return
+    lane.stop()

@@ -8,11 +8,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from gpurt.backend import GPUBackend
-from gpurt.errors import DeviceNotFound, GPUError, OutOfMemory, OutOfRange, Unsupported
-from gpurt.memory.undo import free_all
+from gpurt.errors import DeviceNotFound, OutOfMemory, OutOfRange, Unsupported
+from gpurt.memory.undo import undo_allocations
 from gpurt.types import MemoryHandle
 from gpurt.weights.arguments import check_load
 from gpurt.weights.errors import shown
@@ -71,12 +71,7 @@ async def load_safetensors(
         finally:
             await load.end()
     except BaseException as failure:
-        # Who cancels must not wait for a driver that hangs.
-        _, error = await free_all(backend, load.handles, detach=isinstance(failure, asyncio.CancelledError))
-        if isinstance(error, GPUError):
-            log.error("an allocation of weights was not freed: %s", error)
-        elif error is not None:
-            raise error from failure  # cancelled meanwhile: who cancels must see it
+        await undo_allocations(backend, load.handles, failure)
         raise
     return weights
 
@@ -103,7 +98,7 @@ class _Load:
         await self._select(only)
         await self._place(placement)
         await self._work.do(self._find)
-        used = await self._work.do(lambda: dict.fromkeys(self._devices.values()))
+        used = await self._work.do(self._used)
         await self._check_devices(used)
         await self._pass(self._plan)
         await self._check_room(self._fills)
@@ -111,8 +106,7 @@ class _Load:
         filling = Filling(self._backend, self._work, self._allocated, self._on_progress)
         await filling.run(max_concurrent or PER_DEVICE * len(used))
         await self._work.do(self._sources.check_unchanged)
-        tensors = await self._pass(self._tensors)
-        return LoadedWeights(self._backend, tensors, self.handles, [source.path for source, _ in self._contents])
+        return await self._pass(self._loaded)
 
     async def end(self) -> None:
         """Close the files and forget everything, whatever became of the load."""
@@ -142,6 +136,12 @@ class _Load:
         else:
             self._devices = await self._pass(lambda: place(self._names, placement, self._path))
 
+    def _used(self) -> list[str]:
+        used: dict[str, None] = {}
+        for device_id in self._devices.values():
+            used[device_id] = None
+        return list(used)
+
     def _find(self) -> None:
         self._contents = self._sources.tensors(self._names)
 
@@ -168,18 +168,13 @@ class _Load:
 
     def _release(self) -> None:
         """Free slice by slice what there may be 100,000 of: at the end of the coroutine it would be the loop's turn."""
-        kept: list[Any] = []
-        for _, tensors in self._contents:
-            kept += tensors
-        for fill in (*self._fills, *self._allocated):
-            kept += fill.block.placed
+        for fills in (self._fills, self._allocated):
+            while fills:
+                fills.pop()
+        for each in (self._devices, self._names, *(tensors for _, tensors in self._contents)):
+            drop(each)
         self._contents.clear()
-        self._fills.clear()
-        self._allocated.clear()
-        self._devices.clear()
-        self._names = []
         self._sources.close()
-        drop(kept)
 
     async def _check_room(self, fills: Iterable[Fill]) -> None:
         needed: dict[str, int] = {}
@@ -221,8 +216,8 @@ class _Load:
             self.handles.append(fill.handle)
             self._allocated.append(fill)
 
-    def _tensors(self) -> dict[str, LoadedTensor]:
-        return {
+    def _loaded(self) -> LoadedWeights:
+        tensors = {
             each.tensor.name: LoadedTensor(
                 each.tensor.name,
                 fill.target,
@@ -234,3 +229,4 @@ class _Load:
             for fill in self._allocated
             for each in fill.block.placed
         }
+        return LoadedWeights(self._backend, tensors, self.handles, [source.path for source, _ in self._contents])

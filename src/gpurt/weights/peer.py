@@ -73,12 +73,13 @@ async def copy_shard_from_peer(
     try:
         for _, block in blocks:
             handles.append(await backend.allocate(device_id, block.size_bytes))
-        moves, copies = await _checked(operation, len(tensors), partial(_place, tensors, blocks, handles))
+        place = partial(_place, tensors, blocks, backend, handles)
+        moves, copies = await _checked(operation, len(tensors), place)
         await _run(moves, peer, backend, on_progress)
     except BaseException as failure:
         await undo_allocations(backend, handles, failure)
         raise
-    return LoadedWeights(backend, copies, handles, ())
+    return copies
 
 
 async def update_shard_from_peer(
@@ -184,9 +185,12 @@ def _plan(shard: Mapping[str, LoadedTensor]) -> list[tuple[MemoryHandle, Block]]
 
 
 def _place(
-    shard: Mapping[str, LoadedTensor], blocks: list[tuple[MemoryHandle, Block]], handles: Sequence[MemoryHandle]
-) -> tuple[list[_Move], dict[str, LoadedTensor]]:
-    """What to copy, and the tensors that there will be. Takes the blocks, which are freed here and not on the loop."""
+    shard: Mapping[str, LoadedTensor],
+    blocks: list[tuple[MemoryHandle, Block]],
+    backend: GPUBackend,
+    handles: Sequence[MemoryHandle],
+) -> tuple[list[_Move], LoadedWeights]:
+    """What to copy, and the weights that there will be. Takes the blocks, which are freed here and not on the loop."""
     moves: list[_Move] = []
     tensors: dict[str, LoadedTensor] = {}
     spent: list[Placed] = []
@@ -199,8 +203,9 @@ def _place(
         spent += block.placed
         del block
     in_order = {name: tensors[name] for name in shard}
-    drop(spent)
-    return moves, in_order
+    for each in (spent, tensors):
+        drop(each)
+    return moves, LoadedWeights(backend, in_order, handles, ())
 
 
 def _match(

@@ -17,6 +17,8 @@ from gpurt.weights.header import TensorInfo
 BLOCK_BYTES: Final = 1 << 30
 """Cap of a block. 1 GiB takes 20 ms or more on any link, so that a call each costs nothing; Vulkan guarantees
 no larger allocation."""
+BLOCK_TENSORS: Final = 1 << 14
+"""Cap of the tensors in a block, which are freed in one call: 2 ms."""
 ALIGNMENT_BYTES: Final = 256
 """Tensors begin at multiples of this: what ``cudaMalloc`` promises and the widest vector loads of kernels need."""
 STREAM_MIN_BYTES: Final = 64 << 10
@@ -59,14 +61,14 @@ class Gather:
 
 
 def plan_blocks(tensors: Iterable[TensorInfo], max_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """Pack ``tensors`` (of one file, in the order of their data) into blocks of ``max_bytes`` at most; a tensor
-    that is larger has a block of its own."""
+    """Pack ``tensors`` (of one file, in the order of their data) into blocks of ``max_bytes`` and
+    :data:`BLOCK_TENSORS` at most; a tensor that is larger has a block of its own."""
     blocks: list[Block] = []
     placed: list[Placed] = []
     end = 0
     for tensor in tensors:
         offset = _aligned(end)
-        if placed and offset + tensor.size_bytes > max_bytes:
+        if placed and (offset + tensor.size_bytes > max_bytes or len(placed) == BLOCK_TENSORS):
             blocks.append(_block(placed, end))
             placed, offset = [], 0
         placed.append(Placed(tensor, offset))

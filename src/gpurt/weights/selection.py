@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from gpurt.weights.errors import WeightsError, shown
+from gpurt.weights.quiet import slices
 
 Placement = str | Mapping[str, str] | Callable[[str], str]
 """A device id for all, device ids by entry (the longest that matches decides), or a function of the name."""
@@ -32,8 +33,9 @@ def select(names: Iterable[str], only: Only | None, path: str) -> list[str]:
     found: set[str] = set()
     chosen: list[str] = []
     wanted = {_stem(entry): entry for entry in entries}
+    lengths = _lengths(wanted)
     for name in names:
-        hits = [wanted[stem] for stem in _stems(name) if stem in wanted]
+        hits = [wanted[stem] for stem in _stems(name, lengths) if stem in wanted]
         if hits:
             chosen.append(name)
             found.update(hits)
@@ -50,15 +52,19 @@ def place(names: Iterable[str], placement: Placement, path: str) -> dict[str, st
         WeightsError: no device is given for a tensor, or what is given is not a name.
     """
     if isinstance(placement, str):
-        return dict.fromkeys(names, placement)
+        everything: dict[str, str] = {}
+        for part in slices(names):
+            everything.update(dict.fromkeys(part, placement))
+        return everything
     result: dict[str, str] = {}
     devices = {} if callable(placement) else {_stem(entry): device for entry, device in placement.items()}
+    lengths = _lengths(devices)
     for name in names:
         device: object
         if callable(placement):
             device = placement(name)
         else:
-            device = next((devices[stem] for stem in _stems(name) if stem in devices), None)
+            device = next((devices[stem] for stem in _stems(name, lengths) if stem in devices), None)
         if not isinstance(device, str):
             raise WeightsError(
                 "the placement gives no device for it" if device is None else f"{shown(device)} is no device id",
@@ -74,12 +80,14 @@ def _stem(entry: str) -> str:
     return entry.removesuffix(".")
 
 
-def _stems(name: str) -> list[str]:
-    """The name and everything above it, the longest first: ``a.b``, ``a``, and ``""`` for all."""
-    stems = [name]
-    while (cut := stems[-1].rfind(".")) >= 0:
-        stems.append(stems[-1][:cut])
-    return [*stems, ""]
+def _lengths(stems: Iterable[str]) -> list[int]:
+    return sorted({len(stem) for stem in stems}, reverse=True)
+
+
+def _stems(name: str, lengths: Iterable[int]) -> list[str]:
+    """The name and what lies above it, as far as it has one of ``lengths``, the longest first: ``a.b``, ``a``, and
+    ``""`` for all. Only those, since a name from a file may have thousands of dots."""
+    return [name[:cut] for cut in lengths if cut == len(name) or not cut or name[cut : cut + 1] == "."]
 
 
 def _known(names: list[str]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import cast
 
 from gpurt.runtime.files import FileVersion, OpenedFile, brief_path
 from gpurt.weights.document import MAX_DOCUMENT_BYTES
@@ -15,7 +16,7 @@ from gpurt.weights.errors import WeightsError, shown
 from gpurt.weights.header import Header, TensorInfo, read_header
 from gpurt.weights.index import parse_index
 from gpurt.weights.plan import Gather
-from gpurt.weights.quiet import drop
+from gpurt.weights.quiet import drop, slices
 
 
 class Source:
@@ -114,11 +115,17 @@ class Sources:
         """Every tensor that there is. Of a sharded checkpoint only the index is read."""
         if self.path.suffix.lower() == ".json":
             index = self._source(self.path)
-            shards = parse_index(index.document(), str(self.path))
+            self._shards = {}
             # One object for each file, since to compare paths takes long.
-            paths = {shard: self.path.parent / shard for shard in set(shards.values())}
-            same = {path: path for path in paths.values()}
-            self._shards = {name: same[paths[shard]] for name, shard in shards.items()}
+            paths: dict[str, Path] = {}
+            same: dict[Path, Path] = {}
+            shards = parse_index(index.document(), str(self.path))
+            for name, shard in shards.items():
+                if shard not in paths:
+                    path = self.path.parent / shard
+                    paths[shard] = same.setdefault(path, path)
+                self._shards[name] = paths[shard]
+            drop(shards)
             return list(self._shards)
         return [tensor.name for tensor in self._header(self.path).tensors]
 
@@ -126,8 +133,13 @@ class Sources:
         """The files that hold ``names``, opened and checked, each with those of them that it holds, in the order
         of their data. Other shards are not touched: they need not be on this machine."""
         if self._shards is None:
-            chosen = set(names)
-            tensors = [tensor for tensor in self._header(self.path).tensors if tensor.name in chosen]
+            header = self._header(self.path)
+            if len(names) == len(header.tensors):  # all of them
+                return [(self._source(self.path), list(header.tensors))]
+            chosen: set[str] = set()
+            for part in slices(names):
+                chosen.update(part)
+            tensors = [tensor for tensor in header.tensors if tensor.name in chosen]
             return [(self._source(self.path), tensors)]
         by_path: dict[Path, set[str]] = {}
         for name in names:
@@ -145,9 +157,11 @@ class Sources:
             source.close()
         self._open.clear()
         tensors = [tensor for header in self._headers.values() for tensor in header.tensors]
+        notes = [cast("dict[str, str]", header.metadata) for header in self._headers.values()]
         self._headers.clear()
-        self._shards = None
-        drop(tensors)
+        shards, self._shards = self._shards or {}, None
+        for each in (tensors, shards, *notes):
+            drop(each)
 
     def _of_shard(self, path: Path, wanted: set[str], shards: Mapping[str, Path]) -> list[TensorInfo]:
         result: list[TensorInfo] = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from gpurt.errors import GPUError
+from gpurt.runtime.job import clear_frames
 from gpurt.runtime.lane import Lane
 from gpurt.weights.quiet import quiet
 
@@ -33,8 +35,19 @@ class Work:
         Raises:
             GPUError: there can be no thread. And whatever it raises.
         """
+        # No local holds the future: with an error they would keep each other.
+        return await asyncio.wrap_future(self._submit(call))
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        def cleared() -> T:
+            try:
+                return call()
+            except BaseException as exc:
+                clear_frames(exc)  # whoever keeps it need not keep the document that is wrong
+                raise
+
         try:
-            future = self._lane.submit(call)
+            return self._lane.submit(cleared)
         except GPUError:
             raise
         except RuntimeError as exc:
@@ -43,7 +56,6 @@ class Work:
                 operation="load_safetensors",
                 hint="end threads or processes of this user, or raise ulimit -u or the container's limit of pids",
             ) from exc
-        return await asyncio.wrap_future(future)
 
     async def make(self, objects: int, call: Callable[[], T]) -> T:
         """Run there what makes about so many objects and waits for nothing."""
