@@ -32,6 +32,7 @@ from gpurt.testing.kit.cancellation import CancellationTests
 from gpurt.testing.kit.copies import CopyTests, DeviceToDeviceTests, ViewTests
 from gpurt.testing.kit.devices import DeviceTests
 from gpurt.testing.kit.errors import ErrorTests
+from gpurt.testing.kit.hostile import HostileTests
 from gpurt.testing.kit.hygiene import HangTests, LoopTests, ProcessTests
 from gpurt.testing.kit.kernels import KernelTests
 from gpurt.testing.kit.lifecycle import LifecycleTests
@@ -54,6 +55,7 @@ class BackendConformance(
     ConcurrencyTests,
     CancellationTests,
     ErrorTests,
+    HostileTests,
     KernelTests,
     LoopTests,
     HangTests,
