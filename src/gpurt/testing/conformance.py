@@ -31,6 +31,7 @@ from gpurt.testing.kit.base import load_factory
 from gpurt.testing.kit.cancellation import CancellationTests
 from gpurt.testing.kit.copies import CopyTests, DeviceToDeviceTests, ViewTests
 from gpurt.testing.kit.devices import DeviceTests
+from gpurt.testing.kit.endings import EndingTests
 from gpurt.testing.kit.errors import ErrorTests
 from gpurt.testing.kit.hostile import HostileTests
 from gpurt.testing.kit.hygiene import HangTests, LoopTests, ProcessTests
@@ -56,6 +57,7 @@ class BackendConformance(
     CancellationTests,
     ErrorTests,
     HostileTests,
+    EndingTests,
     KernelTests,
     LoopTests,
     HangTests,

@@ -20,6 +20,7 @@ import pytest
 from gpurt.backend import GPUBackend
 from gpurt.errors import BackendClosed, DeviceUnresponsive, GPUError
 from gpurt.testing.kit.base import ConformanceBase, assert_nothing_live, filled, keeps_freed, shutdown_quietly
+from gpurt.testing.kit.cancellation import result_ready
 from gpurt.testing.kit.probe import DriverProbe
 from gpurt.testing.loops import PATIENCE, turns, until
 from gpurt.types import Capabilities, MemoryHandle
@@ -271,17 +272,15 @@ class HostileTests(ConformanceBase):
                         await asyncio.wait({call})
                         gate.release()
                     else:
-                        from gpurt.testing.kit.cancellation import result_ready
-
                         await result_ready(gate)
                         call.cancel()
                         await asyncio.wait({call})
                     assert call.cancelled()
                     await until(lambda: bool(reported), f"the failure of {method} was reported")
+                    hold.forgive()
                     await round_trip(watched, device_id)
                     assert len(reported) == 1
                     assert any(each in originals for each in causes(reported.pop()))
-                    hold.forgive()
             for handle in scene[1:]:
                 await watched.deallocate(handle)
             await assert_nothing_live(watched, hold)
