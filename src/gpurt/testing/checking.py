@@ -203,8 +203,8 @@ class CheckingDriver(Driver):
             self._check_open(f"attach({index})")
             if self._attached.get(key) == self.opens:
                 self._violate(f"attach({index}) twice on {key[0].name}")
-            self._attached[key] = self.opens
             self._check_device(index)
+            self._attached[key] = self.opens
 
     def detach(self, index: int) -> None:
         key = threads.current_thread(), index

@@ -425,7 +425,7 @@ class EndingTests(ConformanceBase):
             await self.refused(scene.backend, hold, "view")
             assert bytes(array) == b"\x08" * 64
             del array
-            await until(lambda: hold.counts["close"] > closed, "the driver was closed once nobody looked into its memory")
+            await until(lambda: hold.counts["close"] > closed, "the driver was closed once its memory was free")
             assert hold.live == 0
             await self.opens_again(scene.backend, hold)
 
