@@ -61,6 +61,7 @@ STEPS = int(os.environ.get("GPURT_LIFE_STEPS", "200000"))
 STEPS_PER_PROGRAM = 40
 HANG_AFTER = 0.2
 DEVICES = 2
+TOKENS = [False] if os.environ.get("NOTOK") else [False, True]
 LARGEST = 3000
 CAPACITY = 64 << 10
 OFFSETS, SIZES = st.integers(0, LARGEST), st.integers(1, LARGEST)
@@ -114,6 +115,9 @@ class Memory:
         self.known = known and (whole or self.known)
         self.writes = (call,) if whole else (*(each for each in self.writes if each.outcome != "ok"), call)
 
+    def __len__(self) -> int:
+        return len(self.data)
+
     def __repr__(self) -> str:
         return f"{self.handle.device_id}#{self.handle.handle_id}"
 
@@ -159,6 +163,7 @@ class Life(RuleBasedStateMachine):
         self.warnings.__enter__()
         warnings.simplefilter("ignore")
         gc.disable()
+        gc.freeze()  # what is there already is of no interest, and a collection need not visit it
         self.before = set(threading.enumerate())
         self.loop: asyncio.AbstractEventLoop | None = None
         self.state: Literal["closed", "open", "closing", "left"] = "closed"
@@ -170,6 +175,8 @@ class Life(RuleBasedStateMachine):
         self.limbo: list[asyncio.Task[Any]] = []
         self.checks: list[tuple[bytes, bytes, tuple[Call, ...]]] = []
         self.witnesses: list[weakref.ref[Witness]] = []
+        self.left: list[weakref.ref[Witness]] = []
+        """Those of tasks that were pending when their loop was closed: such a task and what it awaits are a cycle."""
         self.closing: asyncio.Task[None] | None = None
         self.numbers = itertools.count(1)
         self.struck: dict[int, str] = {}
@@ -179,6 +186,8 @@ class Life(RuleBasedStateMachine):
         self.told = 0
         self.gates = 0
         self.may_hang = False
+        self.exact = True
+        """The program knows what is live: false once it has freed memory under a view."""
         self.lost: set[str] = set()
         self.history: list[str] = []
         self.folder = tempfile.TemporaryDirectory()
@@ -189,7 +198,7 @@ class Life(RuleBasedStateMachine):
         pool_bytes=st.sampled_from([0, 1 << 15]),
         inline=st.sampled_from([0, 0, 512]),
         alignment=st.sampled_from([1, 1, 4]),
-        none_token=st.booleans(),
+        none_token=st.sampled_from(TOKENS),
         host_visible=st.booleans(),
         pins=st.booleans(),
         loads=st.booleans(),
@@ -403,15 +412,21 @@ class Life(RuleBasedStateMachine):
             raise AssertionError(f"initialize raised {error!r}") from error
         self.forget()
         self.lost.clear()
+        self.exact = True
         self.may_hang = self.gates > 0
         self.state = "open"
         assert self.checking.is_open
         for device in backend.devices:
             assert backend.ledger.usage(device.device_id).current_count == 0
+        for which in range(DEVICES):
+            self.allocate(which=which, size=100 + 1500 * which)
 
     @step(elsewhere=st.booleans())
-    @when(lambda self: self.state in ("closed", "left"))
+    @when(lambda self: self.state != "open" and self.closing is None)
     def initialize_again(self, elsewhere: bool) -> None:
+        if self.state == "closing":
+            self.shutdown_again()
+            return
         if elsewhere and self.loop is not None and not self.calls and self.state == "closed":
             self.loop.close()
             self.loop = None
@@ -443,8 +458,6 @@ class Life(RuleBasedStateMachine):
                 self.run(asyncio.wait({self.closing}))
         self.collect()
 
-    @step()
-    @when(lambda self: self.state == "closing" and self.closing is None)
     def shutdown_again(self) -> None:
         assert self.backend is not None
         self.closing = self.run(begin_again(self.backend, 0.01 if self.leftovers else 10))
@@ -477,19 +490,20 @@ class Life(RuleBasedStateMachine):
             assert call.task is not None
             self.limbo.append(call.task)
             call.task, call.outcome = None, "left"
+            self.witnesses.remove(call.witness)
+            self.left.append(call.witness)
         self.calls.clear()
         self.checks.clear()
         if self.state != "closed":
             self.state = "left"
 
-    @step()
-    def drop_limbo(self) -> None:
-        self.let_go_of_limbo()
-
     def let_go_of_limbo(self) -> None:
         for task in self.limbo:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        self.limbo.clear()
+        task = None
+        if self.limbo:
+            self.limbo.clear()
+            gc.collect()
 
     @step()
     @when(lambda self: self.state == "open" and not self.gates)
@@ -535,7 +549,7 @@ class Life(RuleBasedStateMachine):
         viewed = bool(memory.views) or any(each.name == "view" for each in self.calls)
         memory.dead = not viewed or self.state != "open"
         if viewed:
-            memory.dead = True  # whether it was freed shows only later: nobody uses it any more
+            memory.dead, self.exact = True, False  # nobody uses it any more, whether it was freed or not
 
             def freed(_: object) -> None: ...
 
@@ -647,7 +661,6 @@ class Life(RuleBasedStateMachine):
                 lambda made: self.kernels.__setitem__(device_id, made),
             )
             return
-        memory.dead = memory.dead or kernel.generation != backend.generation
         call = self.start("launch", lambda: backend.launch(kernel, 1, 1, [handle, np.uint8(value)]), _nothing, memory)
         memory.write(call, 0, bytes([value]) * len(memory.data))
 
@@ -677,10 +690,6 @@ class Life(RuleBasedStateMachine):
 
         self.start("view", lambda: backend.view(handle), viewed, memory)
 
-    @step()
-    def drop_arrays(self) -> None:
-        self.let_go_of_arrays()
-
     def let_go_of_arrays(self) -> None:
         for memory in self.memories:
             for view in memory.views:
@@ -697,12 +706,17 @@ class Life(RuleBasedStateMachine):
         assert backend is not None
         self.start("host_buffer", lambda: backend.host_buffer(f"checking:{which}", size), self.buffers.append)
 
-    @step(close=st.booleans())
-    @when(lambda self: bool(self.buffers))
-    def drop_buffer(self, close: bool) -> None:
-        buffer = self.buffers.pop()
-        if close:
-            buffer.close()
+    @step(what=st.sampled_from(["limbo", "arrays", "buffer", "closed buffer"]))
+    def drop(self, what: str) -> None:
+        """Let go of what the program holds."""
+        if what == "limbo":
+            self.let_go_of_limbo()
+        elif what == "arrays":
+            self.let_go_of_arrays()
+        elif self.buffers:
+            buffer = self.buffers.pop()
+            if what == "closed buffer":
+                buffer.close()
 
     @step(which=st.integers(0, DEVICES - 1), what=st.sampled_from(["trim", "synchronize", "get_device_temperature"]))
     @when(lambda self: self.state == "open" and self.loop is not None)
@@ -788,6 +802,11 @@ class Life(RuleBasedStateMachine):
             if name in self.lost:
                 continue
             self.wait_for(lambda name=name: backend.ledger.usage(name).reserved_bytes == 0, "nothing is reserved")
+            if self.exact:
+                live = [each for each in self.memories if not each.dead and each.handle.device_id == name]
+                usage = backend.ledger.usage(name)
+                found, expected = (usage.current_count, usage.current_bytes), (len(live), sum(map(len, live)))
+                assert found == expected, f"{name}: the ledger says {found}, the program holds {expected}"
         for memory in self.memories:
             array = next((each for each in memory.views if isinstance(each, np.ndarray)), None)
             if array is None or memory.handle.device_id in self.lost or self.limbo:
@@ -826,6 +845,7 @@ class Life(RuleBasedStateMachine):
         finally:
             if hasattr(self, "checking"):
                 self.driver.clear()
+            gc.unfreeze()
             gc.enable()
             self.warnings.__exit__(None, None, None)
             self.folder.cleanup()
@@ -851,17 +871,22 @@ class Life(RuleBasedStateMachine):
         self.run(backend.shutdown())
         self.collect()
         del backend
-        assert self.checking.violations == [], self.checking.violations
-        assert self.checking.opens == self.checking.closes
-        assert not self.checking.is_open
-        assert (self.checking.live, self.checking.host_live) == (0, 0)
-        self.wait_for(lambda: not self.threads(), f"threads ended: {self.threads()}")
+        self.wait_for(
+            lambda: not self.checking.is_open and not self.threads(),
+            f"the library was closed, and {self.threads()} ended",
+        )
+        checking = self.checking
+        assert checking.violations == [], checking.violations
+        assert checking.opens == checking.closes, f"{checking.opens} opens, {checking.closes} closes"
+        assert (checking.live, checking.host_live) == (0, 0), f"{checking.live}, {checking.host_live} blocks are live"
         self.run(turns(3))
         assert asyncio.all_tasks(self.loop) == set()
         self.loop.close()
         self.loop = None
         self.memories.clear()
-        kept = sum(witness() is not None for witness in self.witnesses)
+        if self.left:
+            gc.collect()
+        kept = sum(witness() is not None for witness in (*self.witnesses, *self.left))
         assert not kept, f"objects of {kept} callers of {len(self.witnesses)} are alive"
         for number, method in self.struck.items():
             # Out of memory is tried again, and readings for the report of it are a help, no more.
