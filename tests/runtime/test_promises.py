@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,51 +17,11 @@ from gpurt import (
     OutOfRange,
     ReasonCode,
 )
-from gpurt.testing import CheckingDriver, Fault, FaultyDriver
+from gpurt.testing import CheckingDriver, Fault
 from gpurt.testing.loops import PATIENCE, turns, until
+from tests.runtime.rig import Rig, rig, stand_still
 
 HANG_AFTER = 0.1
-
-
-def stand_still() -> None:
-    """Keep the event loop while a lane ends its call: nobody can see the result yet."""
-    time.sleep(0.02)
-
-
-class Rig:
-    """A backend over a checking driver whose calls can be held."""
-
-    def __init__(self, *, hang_after: float = PATIENCE, pool_bytes: int | None = None, **options: Any) -> None:
-        self.checking = CheckingDriver(**options)
-        self.driver = FaultyDriver(self.checking)
-        self.reported: list[BaseException] = []
-        self.backend = DriverBackend(
-            self.driver, hang_after=hang_after, pool_bytes=pool_bytes, on_background_error=self.reported.append
-        )
-
-    def hold(self, method: Any, **when: Any) -> threading.Event:
-        gate = threading.Event()
-        self.driver.inject(Fault(method, first=1, gate=gate, **when))
-        return gate
-
-    async def called(self, method: Any, n: int = 1, **where: Any) -> None:
-        await asyncio.to_thread(self.driver.wait_until_called, method, n, PATIENCE, **where)
-
-    def count(self, method: str) -> int:
-        return sum(call.method == method for call in self.driver.calls)
-
-
-@asynccontextmanager
-async def rig(**options: Any) -> AsyncIterator[Rig]:
-    made = Rig(**options)
-    await made.backend.initialize()
-    try:
-        yield made
-    finally:
-        made.driver.clear()
-        await made.backend.shutdown()
-    assert made.checking.violations == []
-    assert (made.checking.live, made.checking.host_live) == (0, 0)
 
 
 async def test_synchronize_of_the_target_waits_for_a_peer_copy() -> None:
@@ -151,7 +108,7 @@ async def test_one_thread_for_all_devices_tells_the_callers_of_all() -> None:
 
 
 async def test_waiting_callers_are_told_of_a_lost_device() -> None:
-    async with rig() as r:
+    async with rig(hang_after=3600.0) as r:  # else the hang clock would tell them, later
         handles = [await r.backend.allocate("checking:0", nbytes) for nbytes in (4 << 20, 64)]
         gate = r.hold("read")
         waiting = asyncio.create_task(r.backend.copy_from_device(handles[0]))
