@@ -18,6 +18,7 @@ class Rig:
     """Options are those of ``CheckingDriver``, but for two of the backend's."""
 
     def __init__(self, *, hang_after: float = PATIENCE, pool_bytes: int | None = None, **options: Any) -> None:
+        self._before = set(threading.enumerate())
         self.checking = CheckingDriver(**options)
         self.driver = FaultyDriver(self.checking)
         self.driver.inline_copy_bytes = self.checking.inline_copy_bytes
@@ -40,10 +41,16 @@ class Rig:
     def count(self, method: str) -> int:
         return sum(call.method == method for call in self.driver.calls)
 
+    def lanes(self) -> list[str]:
+        """Names of gpurt's threads that have begun since this was made."""
+        return [each.name for each in set(threading.enumerate()) - self._before if each.name.startswith("gpurt")]
+
     def assert_clean(self) -> None:
-        assert self.checking.violations == []
-        assert (self.checking.live, self.checking.host_live) == (0, 0)
-        assert self.checking.opens == self.checking.closes
+        checking = self.checking
+        assert checking.violations == [], checking.violations
+        left = {"device": checking.live, "page-locked": checking.host_live}
+        assert not any(left.values()), f"blocks of memory that are live: {left}"
+        assert checking.opens == checking.closes, f"{checking.opens} opens, {checking.closes} closes"
 
 
 @asynccontextmanager
@@ -57,11 +64,6 @@ async def rig(**options: Any) -> AsyncIterator[Rig]:
         made.driver.clear()
         await made.backend.shutdown()
     made.assert_clean()
-
-
-def lanes() -> list[str]:
-    """Names of gpurt's threads."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gpurt")]
 
 
 def stand_still() -> None:

@@ -21,9 +21,9 @@ import pytest
 
 from gpurt import DriverBackend, GPUError, MemoryHandle, OutOfMemory, get_memory_manager
 from gpurt.testing import CheckingDriver, Fault
-from gpurt.testing.kit.hostile import EXCEPTIONS
+from gpurt.testing.kit.hostile import EXCEPTIONS, raised
 from gpurt.testing.loops import PATIENCE, turns, until
-from tests.runtime.rig import Rig, lanes, rig
+from tests.runtime.rig import Rig, rig
 
 REQUEST: contextvars.ContextVar[object] = contextvars.ContextVar("request")
 SIZE = 4096
@@ -157,8 +157,7 @@ async def test_a_failure_leaves_no_cycle(failure: str, inline: int) -> None:
                 await call(r, handle)
 
             with no_garbage():
-                with pytest.raises(GPUError):
-                    await caller()
+                assert isinstance(await raised(caller()), GPUError)
                 await turns(2)
             assert not alive(refs)
             r.driver.clear()
@@ -208,7 +207,9 @@ async def dropped(made: Rig, caught: list[Any]) -> AsyncIterator[None]:
         yield
         del made.backend
         gc.collect()
-        await until(lambda: not lanes() and not made.checking.is_open, f"it ended: {lanes()}")
+        await until(
+            lambda: not made.lanes() and not made.checking.is_open, "its threads ended and the library was closed"
+        )
     caught += [str(each.message) for each in record if each.category is ResourceWarning]
 
 
@@ -256,8 +257,8 @@ def test_a_backend_dropped_with_its_loop_says_so_once_and_ends() -> None:
         del made.backend
         gc.collect()
         deadline = time.monotonic() + PATIENCE
-        while lanes() or made.checking.is_open:
-            assert time.monotonic() < deadline, lanes()
+        while made.lanes() or made.checking.is_open:
+            assert time.monotonic() < deadline, made.lanes()
             time.sleep(0.001)
     made.assert_clean()
     [text] = [str(each.message) for each in record if each.category is ResourceWarning]
