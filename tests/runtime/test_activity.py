@@ -8,13 +8,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.support import until
+from tests.support.reference_driver import ReferenceDriver
+
 from gpurt.activity import ReportsActivity
 from gpurt.shell import DriverBackend
 from gpurt.telemetry.backend_metrics import backend_families
 from gpurt.telemetry.metrics import render
 from gpurt.testing.simulated import create_simulated
-from tests.cluster.support import until
-from tests.support.reference_driver import ReferenceDriver
 
 
 async def test_bytes_of_completed_copies_are_counted_by_direction(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.runtime.rig import Rig, rig
 
 from gpurt import DeviceUnresponsive, DriverBackend, GPUError, OutOfMemory
 from gpurt.testing import CheckingDriver, Fault
 from gpurt.testing.kit.hostile import EXCEPTIONS, assert_typed, causes, raised
 from gpurt.testing.loops import PATIENCE, turns, until
-from tests.runtime.rig import Rig, rig
 
 BLOCK = 4096
 hostile = pytest.mark.parametrize("kind", list(EXCEPTIONS))
@@ -225,8 +225,8 @@ async def test_a_small_result_waits_a_millisecond_at_most(kind: str) -> None:
             results = await asyncio.gather(*copies, return_exceptions=True)
             assert [result is None for result in results] == [True, kind == "copy", True]
             r.driver.clear()
-        # The best of some, since others use this machine, too: the hang clock alone would need 50 ms for each.
-        assert min(waited) < 0.02, waited
+        # The best half of some, since others use this machine, too: the hang clock alone would need 50 ms for each.
+        assert sorted(waited)[3] < 0.02, waited
         for handle in handles:
             await r.backend.deallocate(handle)
 

@@ -18,12 +18,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.runtime.rig import Rig, rig
 
 from gpurt import DriverBackend, GPUError, MemoryHandle, OutOfMemory, get_memory_manager
 from gpurt.testing import CheckingDriver, Fault
 from gpurt.testing.kit.hostile import EXCEPTIONS, raised
 from gpurt.testing.loops import PATIENCE, turns, until
-from tests.runtime.rig import Rig, rig
 
 REQUEST: contextvars.ContextVar[object] = contextvars.ContextVar("request")
 SIZE = 4096

@@ -6,10 +6,11 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+from tests.support.reference_driver import ReferenceDriver
+
 from gpurt.shell import DriverBackend
 from gpurt.testing.loops import until
 from gpurt.types import GPUDevice
-from tests.support.reference_driver import ReferenceDriver
 
 
 class Recorded(ReferenceDriver):

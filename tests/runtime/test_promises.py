@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from tests.runtime.rig import Rig, rig, stand_still
 
 from gpurt import (
     BackendUnavailable,
@@ -19,7 +20,6 @@ from gpurt import (
 )
 from gpurt.testing import CheckingDriver, Fault
 from gpurt.testing.loops import PATIENCE, turns, until
-from tests.runtime.rig import Rig, rig, stand_still
 
 HANG_AFTER = 0.1
 
