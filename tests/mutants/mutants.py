@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KIT = ("tests/conformance/test_backends.py",)
+"""The conformance kit, here over the reference driver."""
+PROMISES = ("tests/runtime/test_promises.py",)
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -12,7 +16,9 @@ class Mutant:
     old: str
     new: str
     where: str
-    """Which conformance tests are run against it, as a ``-k`` expression; fewer, to be quick."""
+    """Which tests are run against it, as a ``-k`` expression; fewer, to be quick."""
+    tests: tuple[str, ...] = KIT
+    """The files or folders that these tests are in, relative to the root of the repository."""
 
 
 MUTANTS = [
@@ -219,5 +225,149 @@ MUTANTS = [
         "        if get_running_loop() is not self._loop:\n            raise self._wrong_loop()",
         "        pass",
         "another_loop",
+    ),
+    Mutant(
+        "synchronize ignores the target of a peer copy",
+        "copies.py",
+        "chains={src.chain, dst.chain}, also_device=dst.index)",
+        "chains={src.chain, dst.chain})",
+        "synchronize_of_the_target",
+        PROMISES,
+    ),
+    Mutant(
+        "the error of a call is lost when its caller goes after it failed",
+        "job.py",
+        "        if self.undo is None and error is None:\n",
+        "        if self.undo is None:\n",
+        "before_its_caller_was_cancelled",
+        PROMISES,
+    ),
+    Mutant(
+        "a backend that moves to another loop keeps its mailbox",
+        "dispatch.py",
+        "            self.loop = loop\n            self._mailbox = Mailbox(loop)\n",
+        "            self.loop = loop\n",
+        "arrive_on_the_next_loop",
+        PROMISES,
+    ),
+    Mutant(
+        "with one thread, callers of other devices wait behind a hang for ever",
+        "dispatch.py",
+        "        return hung | self._used if self._one_thread and hung - {CONTROL} else hung\n",
+        "        return hung\n",
+        "tells_the_callers_of_all",
+        PROMISES,
+    ),
+    Mutant(
+        "waiting callers are not told of a lost device",
+        "dispatch.py",
+        "        self._interrupt(index, self._gone)\n",
+        "",
+        "told_of_a_lost_device",
+        PROMISES,
+    ),
+    Mutant(
+        "the hang clock stops after the first hang",
+        "dispatch.py",
+        "        if not self._order.outstanding():\n            return\n        now = self._clock()\n",
+        "        if hung or not self._order.outstanding():\n            return\n        now = self._clock()\n",
+        "hang_clock_goes_on",
+        PROMISES,
+    ),
+    Mutant(
+        "undo on the control lane",
+        "dispatch.py",
+        "        assert job.queue is not None\n        return job.queue\n",
+        '        return self._routes.queue(None, "control")\n',
+        "freed_on_the_lane",
+        PROMISES,
+    ),
+    Mutant(
+        "a lane attaches for every call that was queued before the first had run",
+        "routes.py",
+        "        if index not in attached:\n",
+        "        if True:\n",
+        "attaches_once",
+        PROMISES,
+    ),
+    Mutant(
+        "attached before attach succeeded",
+        "routes.py",
+        "                self._driver.attach(index)\n            attached.add(index)\n",
+        "                attached.add(index)\n                self._driver.attach(index)\n",
+        "could_not_be_attached",
+        PROMISES,
+    ),
+    Mutant(
+        "memory that arrives in a closed view is kept",
+        "memory/lease.py",
+        "        if self._closed:  # by another thread, while this one was at it\n            self._keeper = None\n",
+        "",
+        "keeps_no_memory",
+        PROMISES,
+    ),
+    Mutant(
+        "trim leaves the library's own cache alone",
+        "memory/allocator.py",
+        "        return self.free_pooled(index) + self._driver.trim(index)\n",
+        "        return self.free_pooled(index)\n",
+        "trim_asks_the_library",
+        PROMISES,
+    ),
+    Mutant(
+        "an unaligned tail is refused",
+        "memory/handles.py",
+        "(count % alignment and start + count != total)",
+        "count % alignment",
+        "needs_no_alignment",
+        PROMISES,
+    ),
+    Mutant(
+        "a library without devices stays open",
+        "lifecycle.py",
+        "    if not devices:\n        driver.close()\n",
+        "    if not devices:\n",
+        "closed_again",
+        PROMISES,
+    ),
+    Mutant(
+        "a block that another library saw goes to the pool at once",
+        "shell.py",
+        "            and not allocation.exported\n",
+        "",
+        "what_another_library_saw",
+        PROMISES,
+    ),
+    Mutant(
+        "a block that another library saw is freed without a synchronisation",
+        "lifecycle.py",
+        "                if allocation.exported:\n",
+        "                if False:\n",
+        "what_another_library_saw",
+        PROMISES,
+    ),
+    Mutant(
+        "a held job that is skipped is never complete",
+        "order.py",
+        "                completed.append(held)\n",
+        "                pass\n",
+        "held_job_that_is_skipped",
+        PROMISES,
+    ),
+    Mutant(
+        "a small copy makes new bytes of any size on the loop",
+        "copies.py",
+        "        if size <= min(self.driver.inline_copy_bytes, NEW_BYTES) and",
+        "        if size <= self.driver.inline_copy_bytes and",
+        "no_large_memory",
+        PROMISES,
+    ),
+    Mutant(
+        "deallocate on a hung device waits",
+        "shell.py",
+        "        if dispatch.unresponsive(index):\n",
+        "        if False:\n",
+        "deallocate_on_a_hung_device",
+        PROMISES,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Every mutant is killed by the conformance kit over the reference driver."""
+"""Every mutant is killed: by the conformance kit over the reference driver, or by the tests that it names."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 import gpurt
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.mutants import KIT, MUTANTS, Mutant
 
 SOURCE = Path(gpurt.__file__).parent
 ROOT = Path(__file__).parents[2]
 
 
-def _run(package_parent: Path, where: str) -> subprocess.CompletedProcess[str]:
-    """The kit over the gpurt in ``package_parent``."""
+def _run(package_parent: Path, where: str, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """``tests``, as far as ``where`` selects them, over the gpurt in ``package_parent``."""
     code = (
         "import sys, pathlib, gpurt, pytest\n"
         f"assert pathlib.Path(gpurt.__file__).is_relative_to({str(package_parent)!r}), gpurt.__file__\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    selection = f"TestReference and not OneThread and not great and not soak and ({where})"
-    arguments = ["tests/conformance/test_backends.py", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+    selection = f"TestReference and not OneThread and not great and not soak and ({where})" if tests == KIT else where
+    arguments = [*tests, "-q", "-x", "-n", "0", "--tb=line", "-p", "no:cacheprovider"]
     arguments += ["-m", "not gpu"]  # the everyday suite leaves this driver out
     return subprocess.run(
         [sys.executable, "-c", code, *arguments, "-k", selection],
@@ -51,9 +51,10 @@ def test_mutant_still_applies(mutant: Mutant) -> None:
 
 
 @pytest.mark.slow
-def test_unchanged_copy_passes(tmp_path: Path) -> None:
-    where = " or ".join(dict.fromkeys(f"({mutant.where})" for mutant in MUTANTS))
-    result = _run(_copy(tmp_path), where)
+@pytest.mark.parametrize("tests", sorted({mutant.tests for mutant in MUTANTS}), ids=" ".join)
+def test_unchanged_copy_passes(tests: tuple[str, ...], tmp_path: Path) -> None:
+    where = " or ".join(dict.fromkeys(f"({mutant.where})" for mutant in MUTANTS if mutant.tests == tests))
+    result = _run(_copy(tmp_path), where, tests)
     assert result.returncode == 0, result.stdout[-3000:]
 
 
@@ -64,7 +65,7 @@ def test_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     path = parent / "gpurt" / mutant.file
     path.write_text(path.read_text().replace(mutant.old, mutant.new))
     try:
-        result = _run(parent, mutant.where)
+        result = _run(parent, mutant.where, mutant.tests)
     except subprocess.TimeoutExpired:
         return  # it hung: noticed
     # 1: tests failed. Anything else (nothing collected, a usage error) would be no proof.

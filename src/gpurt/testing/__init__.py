@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpurt.testing.checking import CheckedDeviceLoss, CheckingDriver
     from gpurt.testing.conformance import BackendConformance
     from gpurt.testing.driver_conformance import DriverConformance
     from gpurt.testing.faults import Fault, FaultyDriver, InjectedDeviceLoss
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BackendConformance": "conformance",
+    "CheckedDeviceLoss": "checking",
+    "CheckingDriver": "checking",
     "DriverConformance": "driver_conformance",
     "Fault": "faults",
     "FaultyDriver": "faults",
@@ -32,6 +35,8 @@ _MODULES = {
 __all__ = [
     "PROFILES",
     "BackendConformance",
+    "CheckedDeviceLoss",
+    "CheckingDriver",
     "DriverConformance",
     "Fault",
     "FaultyDriver",

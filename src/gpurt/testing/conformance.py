@@ -31,7 +31,9 @@ from gpurt.testing.kit.base import load_factory
 from gpurt.testing.kit.cancellation import CancellationTests
 from gpurt.testing.kit.copies import CopyTests, DeviceToDeviceTests, ViewTests
 from gpurt.testing.kit.devices import DeviceTests
+from gpurt.testing.kit.endings import EndingTests
 from gpurt.testing.kit.errors import ErrorTests
+from gpurt.testing.kit.hostile import HostileTests
 from gpurt.testing.kit.hygiene import HangTests, LoopTests, ProcessTests
 from gpurt.testing.kit.kernels import KernelTests
 from gpurt.testing.kit.lifecycle import LifecycleTests
@@ -54,6 +56,8 @@ class BackendConformance(
     ConcurrencyTests,
     CancellationTests,
     ErrorTests,
+    HostileTests,
+    EndingTests,
     KernelTests,
     LoopTests,
     HangTests,

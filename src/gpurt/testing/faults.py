@@ -72,7 +72,8 @@ class Fault:
     The fault strikes if every given condition holds; with none, always.
 
     What, in this order: wait for ``gate``, sleep, lose the device, raise, and, once the real call has returned,
-    lie about its result and corrupt what it read.
+    lie about its result and corrupt what it read. With ``after`` the waiting, the sleep and the exception follow the
+    real call; what it returned is lost by an exception, so that is for methods that return nothing.
     """
 
     method: Method
@@ -94,8 +95,10 @@ class Fault:
     """Seconds."""
     lose: bool = False
     """From now on every call on the device raises :class:`InjectedDeviceLoss`."""
-    raises: Exception | Callable[[], Exception] | None = None
+    raises: BaseException | Callable[[], BaseException] | None = None
     """An exception, its class, or a function that makes one."""
+    after: bool = False
+    """Hang, sleep and raise when the real call has done its work."""
     lie: Mapping[str, Any] | None = None
     """Fields to replace, unvalidated, in the result of ``telemetry`` or in every device that ``open`` returns."""
     corrupt: int | None = None
@@ -191,29 +194,36 @@ class FaultyDriver(Driver):
         devices = self.inner.open()
         # The inner driver may have replaced its own on the instance.
         self.capabilities = self.inner.capabilities
+        self._leave(struck)
         for lie in _lies(struck):
             devices = [device.model_copy(update=lie) for device in devices]
         return devices
 
     def attach(self, index: int) -> None:
-        self._enter("attach", index)
+        struck = self._enter("attach", index)
         self.inner.attach(index)
+        self._leave(struck)
 
     def alloc(self, index: int, nbytes: int) -> Any:
-        self._enter("alloc", index, nbytes)
-        return self.inner.alloc(index, nbytes)
+        struck = self._enter("alloc", index, nbytes)
+        result = self.inner.alloc(index, nbytes)
+        self._leave(struck)
+        return result
 
     def free(self, index: int, mem: Any) -> None:
-        self._enter("free", index)
+        struck = self._enter("free", index)
         self.inner.free(index, mem)
+        self._leave(struck)
 
     def write(self, index: int, mem: Any, offset: int, src: memoryview) -> None:
-        self._enter("write", index, len(src))
+        struck = self._enter("write", index, len(src))
         self.inner.write(index, mem, offset, src)
+        self._leave(struck)
 
     def read(self, index: int, mem: Any, offset: int, dst: memoryview) -> None:
         struck = self._enter("read", index, len(dst))
         self.inner.read(index, mem, offset, dst)
+        self._leave(struck)
         for fault in struck:
             if fault.corrupt is not None and len(dst):
                 dst[fault.corrupt % len(dst)] ^= 0xFF
@@ -221,69 +231,90 @@ class FaultyDriver(Driver):
     def copy(
         self, src_index: int, src: Any, src_offset: int, dst_index: int, dst: Any, dst_offset: int, nbytes: int
     ) -> None:
-        self._enter("copy", src_index, nbytes)
+        struck = self._enter("copy", src_index, nbytes)
         self._check(dst_index)
         self.inner.copy(src_index, src, src_offset, dst_index, dst, dst_offset, nbytes)
+        self._leave(struck)
 
     def sync(self, index: int) -> None:
-        self._enter("sync", index)
+        struck = self._enter("sync", index)
         self.inner.sync(index)
+        self._leave(struck)
 
     def telemetry(self, index: int) -> Telemetry:
         struck = self._enter("telemetry", index)
         reading = self.inner.telemetry(index)
+        self._leave(struck)
         for lie in _lies(struck):
             reading = reading.model_copy(update=lie)
         return reading
 
     def close(self) -> None:
-        self._enter("close")
+        struck = self._enter("close")
         self.inner.close()
+        self._leave(struck)
 
     def classify(self, exc: Exception) -> type[GPUError] | None:
         return DeviceLost if isinstance(exc, InjectedDeviceLoss) else self.inner.classify(exc)
 
     def detach(self, index: int) -> None:
-        self._enter("detach", index)
+        struck = self._enter("detach", index)
         self.inner.detach(index)
+        self._leave(struck)
 
     def trim(self, index: int) -> int:
-        self._enter("trim", index)
-        return self.inner.trim(index)
+        struck = self._enter("trim", index)
+        result = self.inner.trim(index)
+        self._leave(struck)
+        return result
 
     def host_view(self, index: int, mem: Any) -> memoryview:
-        self._enter("host_view", index)
-        return self.inner.host_view(index, mem)
+        struck = self._enter("host_view", index)
+        result = self.inner.host_view(index, mem)
+        self._leave(struck)
+        return result
 
     def pointer(self, index: int, mem: Any) -> int:
-        self._enter("pointer", index)
-        return self.inner.pointer(index, mem)
+        struck = self._enter("pointer", index)
+        result = self.inner.pointer(index, mem)
+        self._leave(struck)
+        return result
 
     def load(self, index: int, mem: Any, offset: int, fd: int, file_offset: int, nbytes: int) -> int:
-        self._enter("load", index, nbytes)
-        return self.inner.load(index, mem, offset, fd, file_offset, nbytes)
+        struck = self._enter("load", index, nbytes)
+        result = self.inner.load(index, mem, offset, fd, file_offset, nbytes)
+        self._leave(struck)
+        return result
 
     def compile(self, index: int, source: str, name: str) -> Any:
-        self._enter("compile", index)
-        return self.inner.compile(index, source, name)
+        struck = self._enter("compile", index)
+        result = self.inner.compile(index, source, name)
+        self._leave(struck)
+        return result
 
     def launch(
         self, index: int, kernel: Any, grid: tuple[int, int, int], block: tuple[int, int, int], args: Sequence[Any]
     ) -> None:
-        self._enter("launch", index)
+        struck = self._enter("launch", index)
         self.inner.launch(index, kernel, grid, block, args)
+        self._leave(struck)
 
     def host_alloc(self, nbytes: int) -> Any:
-        self._enter("host_alloc", nbytes=nbytes)
-        return self.inner.host_alloc(nbytes)
+        struck = self._enter("host_alloc", nbytes=nbytes)
+        result = self.inner.host_alloc(nbytes)
+        self._leave(struck)
+        return result
 
     def host_memory(self, block: Any) -> memoryview:
-        self._enter("host_memory")
-        return self.inner.host_memory(block)
+        struck = self._enter("host_memory")
+        result = self.inner.host_memory(block)
+        self._leave(struck)
+        return result
 
     def host_free(self, block: Any) -> None:
-        self._enter("host_free")
+        struck = self._enter("host_free")
         self.inner.host_free(block)
+        self._leave(struck)
 
     # Inside
 
@@ -293,26 +324,40 @@ class FaultyDriver(Driver):
             self._calls.append(Call(method, index, nbytes, threading.current_thread().name))
             struck = [armed.fault for armed in self._armed if armed.strikes(method, index)]
             self._called.notify_all()
-        for fault in struck:
+        before = [fault for fault in struck if not fault.after]
+        self._wait(before)
+        if index is not None and any(fault.lose for fault in struck):
+            self.lose(index)
+        # A thread's end is no use of the device.
+        if method != "detach":
+            self._check(index)
+        _raise(before)
+        return struck
+
+    def _leave(self, struck: Iterable[Fault]) -> None:
+        """What comes after the real call."""
+        after = [fault for fault in struck if fault.after]
+        self._wait(after)
+        _raise(after)
+
+    def _wait(self, faults: Iterable[Fault]) -> None:
+        for fault in faults:
             if fault.gate is not None:
                 fault.gate.wait()
             if fault.delay:
                 self._sleep(fault.delay)
-            if fault.lose and index is not None:
-                self.lose(index)
-        # A thread's end is no use of the device.
-        if method != "detach":
-            self._check(index)
-        for fault in struck:
-            if fault.raises is not None:
-                raise fault.raises if isinstance(fault.raises, Exception) else fault.raises()
-        return struck
 
     def _check(self, index: int | None) -> None:
         with self._called:
             lost = index in self._lost
         if lost:
             raise InjectedDeviceLoss(f"device {index} was lost by a fault")
+
+
+def _raise(faults: Iterable[Fault]) -> None:
+    for fault in faults:
+        if fault.raises is not None:
+            raise fault.raises if isinstance(fault.raises, BaseException) else fault.raises()
 
 
 def _lies(struck: Iterable[Fault]) -> list[Mapping[str, Any]]:

@@ -19,7 +19,10 @@ from gpurt.driver import Driver
 from gpurt.testing.loops import PATIENCE
 
 _DATA = frozenset({"alloc", "free", "write", "read", "copy", "compile", "launch", "sync"})
-WATCHED = (*sorted(_DATA), "open", "attach", "telemetry", "close")
+WATCHED = (
+    *(*sorted(_DATA), "open", "attach", "detach", "telemetry", "trim", "close"),
+    *("host_view", "pointer", "load", "host_alloc", "host_free"),
+)
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("gpurt_conformance_request", default=None)
 """A context variable that the probe reads inside driver calls, to show that the caller's context is carried."""
