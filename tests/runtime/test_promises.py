@@ -275,19 +275,19 @@ async def test_deallocate_on_a_hung_device_does_not_wait() -> None:
 
 def test_a_held_job_that_is_skipped_is_complete() -> None:
     """What waits for it goes on. Jobs are held back when a lane has enough of them."""
-    from gpurt.job import Job
-    from gpurt.lane import Lane
-    from gpurt.order import Chain, Order, Queue
+    from gpurt.runtime.job import Call, Job
+    from gpurt.runtime.lane import Lane
+    from gpurt.runtime.order import Chain, Order, Queue
 
-    order, chain, entered, release = Order(), Chain(), threading.Event(), threading.Event()
+    order, chain, entered, release = Order(lambda job: None), Chain(), threading.Event(), threading.Event()
     lane = Lane("gpurt:test", on_done=order.done)
-    queue = Queue(lane, max_pending=1)
+    queue = Queue(CheckingDriver(), lane, 1, lambda error: None)
 
     def hang(_: Job) -> None:
         entered.set()
         assert release.wait(PATIENCE)
 
-    running, held, after = Job(hang), Job(lambda _: None), Job(lambda _: None)
+    running, held, after = Call(hang), Call(lambda _: None), Call(lambda _: None)
     order.submit(running, queue)
     order.submit(held, queue, (chain,))
     order.submit(after, queue, (chain,))

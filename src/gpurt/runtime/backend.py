@@ -488,17 +488,17 @@ class DriverBackend(GPUBackend):
         opening.free_when_unviewed(opening.handles.get(handle))
 
     async def trim(self, device_id: str | None = None) -> int:
-        """As :meth:`gpurt.backend.GPUBackend.trim`. Of all devices, those that are lost or hang are left out; the first
-        error of another is raised when all have been asked."""
+        """As :meth:`gpurt.backend.GPUBackend.trim`. Of all devices, those that are known to be lost are left out; the
+        first error of another is raised when all have been asked."""
         if device_id is not None:
             return await self._call("trim", self._prepare_trim, device_id)
         opening = self._enter()
         freed, failures = 0, list[GPUError]()
-        for each in opening.index:
+        for each, index in opening.index.items():
+            if opening.dispatch.lost(index) is not None:
+                continue
             try:
                 freed += await self._call("trim", self._prepare_trim, each)
-            except DeviceLost:
-                continue
             except BackendClosed:
                 raise
             except GPUError as exc:

@@ -120,7 +120,9 @@ class Dispatcher:
         self._queues: dict[tuple[int, str], Queue] = {}
         self._known: dict[tuple[int, QueueName], Queue] = {}
         """What was found for a device and a purpose: callers ask for the same few all the time."""
-        self._lost: dict[int, GPUError] = {}
+        self._lost: dict[int, tuple[str, str]] = {}
+        """Message and whole text of the error by which a device was lost. Not the error itself, which holds the frames
+        of whoever met it."""
         self._hung: set[int] = set()
         self._used: set[int] = set()
         self._watch: asyncio.TimerHandle | None = None
@@ -256,9 +258,9 @@ class Dispatcher:
         if self._hung and index in self._hung_now():
             raise self._unresponsive(index, device_id)
 
-    def lost(self, index: int) -> GPUError | None:
+    def lost(self, index: int) -> str | None:
         """Why the device is lost, or None."""
-        return self._lost.get(index)
+        return self._lost[index][1] if index in self._lost else None
 
     def unresponsive(self, index: int) -> bool:
         hung = self._hung_now()
@@ -268,7 +270,7 @@ class Dispatcher:
         """The device is gone. Sticky; everybody who waits for it is told."""
         if index in self._lost:
             return
-        self._lost[index] = error
+        self._lost[index] = error.message, str(error)
         self._interrupt(index, self._gone)
         self._on_state_change(index)
 
@@ -286,7 +288,7 @@ class Dispatcher:
 
     def _gone(self, index: int, device_id: str | None = None) -> DeviceLost:
         return DeviceLost(
-            f"the device is lost: {self._lost[index].message}",
+            f"the device is lost: {self._lost[index][0]}",
             backend=self._driver.name,
             device_id=device_id or f"{self._driver.name}:{index}",
             hint="shut the backend down and initialise it again to use its other devices or to retry",

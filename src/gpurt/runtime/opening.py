@@ -186,7 +186,7 @@ class Opening:
         device = self.devices[index]
         lost = self.dispatch.lost(index)
         if lost is not None:
-            change = {"state": DeviceState.LOST, "state_reason": str(lost), "usable": False}
+            change = {"state": DeviceState.LOST, "state_reason": lost, "usable": False}
         elif self.dispatch.unresponsive(index):
             reason = f"the driver has not returned for more than {self._options.hang_after:g} s"
             change = {"state": DeviceState.UNRESPONSIVE, "state_reason": reason, "usable": False}
@@ -225,7 +225,7 @@ class Opening:
         """Loop's thread: the handle is dead; what is still to be waited for, or None."""
         handle = allocation.handle
         self.handles.remove(allocation)
-        if self.dispatch.lost(allocation.index) or (  # its memory went with it; only the books are left
+        if self.dispatch.lost(allocation.index) is not None or (  # its memory went with it; only the books are left
             allocation.chain.idle and not allocation.exported and self.allocator.keep(allocation.block)
         ):
             self.ledger.release(handle.device_id, handle.size_bytes)
@@ -401,14 +401,14 @@ class Opening:
         for allocation in self.handles:
             if allocation.exported:
                 exported.add(allocation.index)
-            if allocation.open_views and not dispatch.lost(allocation.index):
+            if allocation.open_views and dispatch.lost(allocation.index) is None:
                 kept.append(allocation)
                 allocation.when_unviewed(wake)
             elif self.handles.remove(allocation):
                 self.ledger.release(allocation.handle.device_id, allocation.handle.size_bytes)
         used = {allocation.block for allocation in kept}
         for index in range(len(self.devices)):
-            if not dispatch.lost(index) and self.allocator.holds(index):
+            if dispatch.lost(index) is None and self.allocator.holds(index):
                 sync = index in exported
                 duty = Duty("free", lambda _, index=index, sync=sync: self._free_device(index, used, sync=sync))
                 dispatch.impose(duty, index, "memory")

@@ -126,19 +126,22 @@ class Allocate(Job):
         self._size = size
         self._reserved = True
 
-    def execute(self) -> MemoryHandle:
+    def execute(self) -> MemoryHandle | None:
         try:
             block = self._opening.allocator.make(self.index, self._size)
         except BaseException:
             self._unreserve()
             raise
+        if self.abandoned:  # it never counts as live
+            self._opening.allocator.release(block)
+            return None
         self._reserved = False
         return self._opening.adopt(self._device_id, self._size, block)
 
     def revert(self, value: Any) -> None:
-        if value is NOTHING:
+        if self._reserved:
             self._unreserve()
-        else:
+        elif value is not NOTHING:
             self._opening.discard(value)
 
     def _unreserve(self) -> None:

@@ -7,6 +7,7 @@ comes 5 ms late. A turn of half a millisecond costs the import a few per cent.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Generator
@@ -26,6 +27,17 @@ class _Turns:
 _turns = _Turns()
 
 
+def _after_fork() -> None:
+    """In the child: whoever wanted short turns does not exist there, and would never put the interval back."""
+    global _turns
+    before, _turns = _turns, _Turns()
+    _put_back(before)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextmanager
 def short_turns() -> Generator[None]:
     """Within it, on any thread, the interpreter's switch interval is at most :data:`TURN_S` seconds.
@@ -33,17 +45,23 @@ def short_turns() -> Generator[None]:
     The interval is the whole process's. It is put back when the last who wanted it short has left, unless somebody
     else has set it meanwhile.
     """
-    with _turns.lock:
-        _turns.holders += 1
-        if _turns.holders == 1:
-            _turns.before = sys.getswitchinterval()
-            if _turns.before > TURN_S:
+    turns = _turns
+    with turns.lock:
+        turns.holders += 1
+        if turns.holders == 1:
+            turns.before = sys.getswitchinterval()
+            if turns.before > TURN_S:
                 sys.setswitchinterval(TURN_S)
     try:
         yield
     finally:
-        with _turns.lock:
-            _turns.holders -= 1
-            # The interpreter keeps whole microseconds.
-            if not _turns.holders and abs(sys.getswitchinterval() - TURN_S) < 1e-6:
-                sys.setswitchinterval(_turns.before)
+        with turns.lock:
+            turns.holders -= 1
+            if not turns.holders:
+                _put_back(turns)
+
+
+def _put_back(turns: _Turns) -> None:
+    # The interpreter keeps whole microseconds.
+    if turns.before and abs(sys.getswitchinterval() - TURN_S) < 1e-6:
+        sys.setswitchinterval(turns.before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,18 @@ class _Pause:
 _pause = _Pause()
 
 
+def _after_fork() -> None:
+    """In the child: whoever paused the collector does not exist there, and would never resume it."""
+    global _pause
+    before, _pause = _pause, _Pause()
+    if before.holders and before.resume:
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextmanager
 def quiet(objects: int) -> Generator[None]:
     """While about so many objects are made, the interpreter takes short turns and its cyclic garbage collector pauses,
@@ -45,17 +58,18 @@ def quiet(objects: int) -> Generator[None]:
         yield
         return
     with short_turns():
-        with _pause.lock:
-            _pause.holders += 1
-            if _pause.holders == 1:
-                _pause.resume = gc.isenabled()
+        pause = _pause
+        with pause.lock:
+            pause.holders += 1
+            if pause.holders == 1:
+                pause.resume = gc.isenabled()
                 gc.disable()
         try:
             yield
         finally:
-            with _pause.lock:
-                _pause.holders -= 1
-                if not _pause.holders and _pause.resume:
+            with pause.lock:
+                pause.holders -= 1
+                if not pause.holders and pause.resume:
                     _settle()
                     gc.enable()
 

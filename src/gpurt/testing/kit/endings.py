@@ -28,7 +28,7 @@ from gpurt.testing.loops import PATIENCE, loop_factories, turns, until
 from gpurt.types import Capabilities, Kernel, MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 HANG_AFTER: Final = 0.05
 """Seconds for which ``initialize`` waits for an opening that has not ended."""

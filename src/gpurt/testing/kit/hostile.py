@@ -26,7 +26,7 @@ from gpurt.testing.loops import PATIENCE, turns, until
 from gpurt.types import Capabilities, MemoryHandle
 
 if TYPE_CHECKING:
-    from gpurt.shell import DriverBackend
+    from gpurt.runtime.backend import DriverBackend
 
 
 class Panic(BaseException):
