@@ -53,6 +53,7 @@ from gpurt import (
     OutOfMemory,
     ReasonCode,
 )
+from gpurt.runtime.opening import Opening
 from gpurt.testing import CheckingDriver, Fault, FaultyDriver
 from gpurt.testing.kit.hostile import EXCEPTIONS, causes
 from gpurt.testing.loops import PATIENCE, loop_factories, turns
@@ -510,6 +511,9 @@ class Life(RuleBasedStateMachine):
         """Nobody shuts it down."""
         self.let_go_of_arrays()
         self.quiet()
+        for buffer in self.buffers:  # who has an open one keeps its memory, and the driver open
+            buffer.close()
+        self.buffers.clear()
         assert self.backend is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -830,7 +834,9 @@ class Life(RuleBasedStateMachine):
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
+            if time.monotonic() > deadline:
+                openings = [each for each in gc.get_objects() if isinstance(each, Opening) and not each.closed]
+                raise AssertionError(f"not within {PATIENCE} s: {what}; {openings}, threads {self.threads()}")
             if self.loop is None:
                 time.sleep(0.0005)
             else:

@@ -229,6 +229,9 @@ class Dispatcher:
             # What a job produced is given back on the lane that made it: for a thread-affine library any other thread
             # would be wrong.
             assert job.queue is not None
+            if self._order.closed:  # then nothing of the driver's is left, and only books are put right
+                undo()
+                return
             duty = Duty(job.method, lambda _: undo())
             duty.device_indexes = job.device_indexes
             self._order.submit(duty, job.queue)
