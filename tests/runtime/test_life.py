@@ -509,8 +509,8 @@ class Life(RuleBasedStateMachine):
     @when(lambda self: self.state == "open" and not self.gates)
     def drop_backend(self) -> None:
         """Nobody shuts it down."""
-        self.let_go_of_arrays()
         self.quiet()
+        self.let_go_of_arrays()  # also of views that came while everything settled
         for buffer in self.buffers:  # who has an open one keeps its memory, and the driver open
             buffer.close()
         self.buffers.clear()

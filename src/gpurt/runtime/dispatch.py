@@ -279,14 +279,13 @@ class Dispatcher:
 
     def interrupt_all(self, error: Callable[[], GPUError]) -> None:
         """Loop's thread: let everybody go who waits for a call that has not returned. The calls go on."""
-        for queue in self._queues.values():
-            queue.lane.flush()
         for job in self._order.outstanding():
             self._wake(job, error)
 
     def abandon_all(self) -> None:
-        """Nobody waits for anything any more: drop what has not begun, and revert what will come. Any thread."""
-        for job in self._order.outstanding():
+        """The loop is closed, and nobody waits for anything any more: drop what has not begun, and revert what has come
+        and what will. Any thread."""
+        for job in [*self._order.outstanding(), *self._mailbox.undelivered()]:
             self._abandon(job)
 
     def _gone(self, index: int, device_id: str | None = None) -> DeviceLost:

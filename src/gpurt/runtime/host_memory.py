@@ -172,10 +172,7 @@ class HostPool:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of page-locked blocks that a buffer, or something made from one, looks into. Ordinary memory is not the
-        driver's, and outlives it."""
-        if not self.pinned:
-            return 0
+        """Bytes of blocks that a buffer, or something made from one, looks into."""
         self._collect()
         with self._lock:
             return sum(block.nbytes for block in self._lent)
@@ -187,8 +184,8 @@ class HostPool:
 
     @property
     def holds(self) -> bool:
-        """Whether there are blocks to give back."""
-        return bool(self._made)
+        """Whether the driver has blocks to take back. Ordinary memory is not the driver's, and outlives it."""
+        return self.pinned and bool(self._made)
 
     @property
     def open_buffers(self) -> list[HostBuffer]:

@@ -246,10 +246,15 @@ class Mailbox:
         self._waking = True
         try:
             self.loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:
-            # The loop is closed, and nobody will ever look. Its opening owns what the jobs produced.
-            self._jobs.clear()
+        except RuntimeError:  # the loop is closed, and nobody will ever look
             self._on_loop_closed()
+
+    def undelivered(self) -> list[Job]:
+        """Jobs that a loop which is closed will never see. Each once."""
+        jobs: list[Job] = []
+        while self._jobs:
+            jobs.append(self._jobs.popleft())
+        return jobs
 
     def unbind(self) -> None:
         """No job will come any more."""

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, NoReturn
 
 from gpurt.driver import Driver
@@ -40,6 +40,11 @@ from gpurt.types import DeviceState, GPUDevice, MemoryHandle
 
 HELD_UP_S: Final = 0.1
 """A call that has been in the driver for so long is named as what an opening waits for."""
+
+
+LOOK_S: Final = 0.5
+"""How often an opening that waits for memory in use looks whether its event loop has been closed meanwhile: results on
+their way there may be all that keeps it."""
 
 
 class OpeningState(Enum):
@@ -371,15 +376,18 @@ class Opening:
     def _close(self) -> None:
         """The closing thread, from begin to end."""
         dispatch = self.dispatch
-        if self.loop.is_closed():  # nobody can take what still comes
-            dispatch.abandon_all()
-        dispatch.wait_idle()
+        self._wait_idle()
         if self._driver_open:
             self._free_all()
             while self._kept or self._host_kept:
                 self._notify()
-                if not self._wakeups.get():
-                    return  # the process ends, and its memory with it
+                try:
+                    if not self._wakeups.get(timeout=LOOK_S):
+                        return  # the process ends, and its memory with it
+                except Empty:
+                    if not self.loop.is_closed():
+                        continue
+                self._wait_idle()
                 self._free_all()
             dispatch.detach()
             dispatch.impose(Duty("close", lambda _: self.driver.close()), CONTROL, "control")
@@ -391,6 +399,12 @@ class Opening:
         self._notify()
         assert closer is not None
         closer.stop()
+
+    def _wait_idle(self) -> None:
+        self.dispatch.wait_idle()
+        if self.loop.is_closed():  # nobody can take what has come: a view would keep its memory for ever
+            self.dispatch.abandon_all()
+            self.dispatch.wait_idle()
 
     def _free_all(self) -> None:
         """Closing thread: free what nobody looks into. Nothing is outstanding, so no order has to be kept."""
@@ -415,7 +429,7 @@ class Opening:
         if self.host_pool.holds:
             dispatch.impose(Duty("host_free", lambda _: self.host_pool.free_unused()), 0, "memory")
         dispatch.wait_idle()
-        self._kept, self._host_kept = kept, self.host_pool.lent_bytes > 0
+        self._kept, self._host_kept = kept, self.host_pool.holds
 
     def _free_device(self, index: int, used: set[Block], *, sync: bool) -> None:
         """Memory lane."""
