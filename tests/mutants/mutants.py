@@ -10,7 +10,6 @@ PROMISES = ("tests/runtime/test_promises.py",)
 RUNTIME = ("tests/runtime", "tests/regressions/test_runtime.py", "tests/memory")
 LIFE = ("tests/runtime/test_life.py", "tests/runtime/test_lifecycle_cancel.py")
 LANE = ("tests/runtime/test_lane.py",)
-VIEWS = ("tests/memory/test_views.py",)
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ MUTANTS = [
         "runtime/job.py",
         "            self._revert(NOTHING)\n            try:\n                raise error",
         "            try:\n                raise error",
-        "failed_view",
-        VIEWS,
+        "failed_allocations",
     ),
     Mutant(
         "forget the caller's context",
@@ -447,8 +445,8 @@ MUTANTS = [
     Mutant(
         "the books of an ended opening stay as they were",
         "runtime/opening.py",
-        "            elif self.handles.remove(allocation):\n                self.ledger.release(",
-        "            elif self.handles.remove(allocation) and False:\n                self.ledger.release(",
+        "            else:\n                self._strike(allocation)\n",
+        "            else:\n                self.handles.remove(allocation)\n",
         "not any_life",
         RUNTIME,
     ),
@@ -494,8 +492,8 @@ MUTANTS = [
     Mutant(
         "an allocation that nobody takes stays",
         "runtime/opening.py",
-        "        if allocation is None or not self.handles.remove(allocation):\n            return",
-        "        if True:\n            return",
+        "        if allocation is not None and self._strike(allocation):\n",
+        "        if False:\n",
         "result_is_there",
     ),
     Mutant(
@@ -561,8 +559,8 @@ MUTANTS = [
     Mutant(
         "a failed allocation keeps its reservation",
         "runtime/operations.py",
-        "        except BaseException:\n            self._unreserve()\n            raise\n",
-        "        except BaseException:\n            raise\n",
+        "            self._opening.ledger.cancel(self._device_id, self._size)\n",
+        "            pass\n",
         "failed_allocations",
     ),
     Mutant(

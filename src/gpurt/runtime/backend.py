@@ -455,7 +455,9 @@ class DriverBackend(GPUBackend):
             raise
         block = opening.allocator.take(index, size)
         if block is not None:
-            return opening.adopt(device_id, size, block)
+            handle = opening.handles.add(device_id, size, block).handle
+            opening.deliver(handle)
+            return handle
         return opening.dispatch.submit(Allocate(opening, device_id, size), index, "memory")
 
     async def deallocate(self, handle: MemoryHandle) -> None:

@@ -27,7 +27,7 @@ _MOST_BITS: Final = 128
 class Allocation:
     """A live allocation: the handle that users hold, the block behind it, and what happens to it."""
 
-    __slots__ = ("_views", "block", "chain", "exported", "handle", "index", "token")
+    __slots__ = ("_views", "block", "chain", "delivered", "exported", "handle", "index", "token")
 
     def __init__(self, handle: MemoryHandle, block: Block) -> None:
         self.handle = handle
@@ -35,6 +35,8 @@ class Allocation:
         self.index = block.index
         self.token = block.token
         self.chain = Chain()
+        self.delivered = False
+        """Its user has the handle; until then it is only reserved in the ledger."""
         self.exported = False
         """Another library had its device address, and may have work queued on it that we know nothing of."""
         self._views: list[Lease] = []

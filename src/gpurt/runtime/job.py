@@ -188,11 +188,11 @@ class Job:
             finally:
                 del error  # this frame is in its traceback: a cycle otherwise
         value, self.value = self.value, None
-        self.keep_nothing()
+        self.taken(value)
         return value
 
-    def keep_nothing(self) -> None:
-        """The value has been taken: let go of what would have reverted it. The job itself may live on in its chain."""
+    def taken(self, value: Any) -> None:
+        """The caller has the value: let go of what would have reverted it. The job itself may live on in its chain."""
 
     def abandon(self) -> Callable[[], None] | None:
         """Caller: it goes away. Returns what must still be run on the job's lane, or None.
@@ -282,7 +282,7 @@ class Call(Job):
         if undo is not None:
             undo(value)
 
-    def keep_nothing(self) -> None:
+    def taken(self, value: Any) -> None:
         self._undo = None
 
     def operation(self, name: str) -> str:

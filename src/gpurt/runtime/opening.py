@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, NoReturn
 
 from gpurt.driver import Driver
-from gpurt.errors import BackendUnavailable, ReasonCode, text_of
+from gpurt.errors import BackendClosed, BackendUnavailable, ReasonCode, text_of
 from gpurt.runtime.allocator import Allocator, Block, Ledger
 from gpurt.runtime.dispatch import CONTROL, Dispatcher
 from gpurt.runtime.handles import Allocation, HandleTable
@@ -211,20 +211,36 @@ class Opening:
 
     # Memory
 
-    def adopt(self, device_id: str, size_bytes: int, block: Block) -> MemoryHandle:
-        """A block that was made for what is reserved, as a live allocation."""
-        self.ledger.commit(device_id, size_bytes)
-        return self.handles.add(device_id, size_bytes, block).handle
+    def deliver(self, handle: MemoryHandle) -> None:
+        """The user has the handle of what was reserved, and the allocation is live.
+
+        Raises:
+            BackendClosed: the closing thread was quicker.
+        """
+        with self._lock:
+            allocation = self.handles.find(handle)
+            if allocation is None:
+                raise BackendClosed("the backend was shut down")
+            allocation.delivered = True
+            self.ledger.commit(handle.device_id, handle.size_bytes)
 
     def discard(self, handle: MemoryHandle) -> None:
         """Memory lane: the end of an allocation that never reached its user."""
         allocation = self.handles.find(handle)
-        if allocation is None or not self.handles.remove(allocation):
-            return  # the closing thread was quicker
-        try:
+        if allocation is not None and self._strike(allocation):
             self.allocator.release(allocation.block)
-        finally:
-            self.ledger.release(handle.device_id, handle.size_bytes)
+
+    def _strike(self, allocation: Allocation) -> bool:
+        """Take an allocation out of the table and the books; False when somebody else has done it."""
+        with self._lock:
+            if not self.handles.remove(allocation):
+                return False
+            handle = allocation.handle
+            if allocation.delivered:
+                self.ledger.release(handle.device_id, handle.size_bytes)
+            else:
+                self.ledger.cancel(handle.device_id, handle.size_bytes)
+            return True
 
     def free(self, allocation: Allocation) -> Job | None:
         """Loop's thread: the handle is dead; what is still to be waited for, or None."""
@@ -418,8 +434,8 @@ class Opening:
             if allocation.open_views and dispatch.lost(allocation.index) is None:
                 kept.append(allocation)
                 allocation.when_unviewed(wake)
-            elif self.handles.remove(allocation):
-                self.ledger.release(allocation.handle.device_id, allocation.handle.size_bytes)
+            else:
+                self._strike(allocation)
         used = {allocation.block for allocation in kept}
         for index in range(len(self.devices)):
             if dispatch.lost(index) is None and self.allocator.holds(index):

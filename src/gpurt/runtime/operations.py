@@ -113,41 +113,31 @@ class ReadNew(Job):
 
 
 class Allocate(Job):
-    """A new block for what is reserved in the ledger. From its making on, the opening's table of handles owns it."""
+    """A new block for what is reserved in the ledger. From its making on, the opening's table of handles owns it; it
+    counts as live once its caller has it."""
 
     method = "alloc"
     failure = GPUError
-    __slots__ = ("_device_id", "_opening", "_reserved", "_size")
+    __slots__ = ("_device_id", "_opening", "_size")
 
     def __init__(self, opening: Opening, device_id: str, size: int) -> None:
         super().__init__()
         self._opening = opening
         self._device_id = device_id
         self._size = size
-        self._reserved = True
 
-    def execute(self) -> MemoryHandle | None:
-        try:
-            block = self._opening.allocator.make(self.index, self._size)
-        except BaseException:
-            self._unreserve()
-            raise
-        if self.abandoned:  # it never counts as live
-            self._opening.allocator.release(block)
-            return None
-        self._reserved = False
-        return self._opening.adopt(self._device_id, self._size, block)
+    def execute(self) -> MemoryHandle:
+        block = self._opening.allocator.make(self.index, self._size)
+        return self._opening.handles.add(self._device_id, self._size, block).handle
 
     def revert(self, value: Any) -> None:
-        if self._reserved:
-            self._unreserve()
-        elif value is not NOTHING:
+        if value is NOTHING:
+            self._opening.ledger.cancel(self._device_id, self._size)
+        else:
             self._opening.discard(value)
 
-    def _unreserve(self) -> None:
-        if self._reserved:
-            self._reserved = False
-            self._opening.ledger.cancel(self._device_id, self._size)
+    def taken(self, value: MemoryHandle) -> None:
+        self._opening.deliver(value)
 
     def operation(self, name: str) -> str:
         return f"{name}({self._size} B)"
