@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.runtime.rig import Rig, rig
 
-from gpurt import DeviceUnresponsive, DriverBackend, GPUError, OutOfMemory
+from gpurt import DeviceLost, DeviceUnresponsive, DriverBackend, GPUError, OutOfMemory
 from gpurt.testing import CheckingDriver, Fault
 from gpurt.testing.kit.hostile import EXCEPTIONS, assert_typed, causes, raised
 from gpurt.testing.loops import PATIENCE, turns, until
@@ -106,9 +106,12 @@ async def test_trim_goes_on_to_the_other_devices(what: str) -> None:
             r.fail("free", OSError("no"), index=0)
         else:
             r.checking.lose(0)
-        with pytest.raises(GPUError) as caught:
-            await r.backend.trim()
-        assert caught.value.device_id == "checking:0"
+        error = await raised(r.backend.trim())
+        if what == "fails":
+            assert isinstance(error, GPUError)
+            assert error.device_id == "checking:0"
+        else:  # there is nothing to be had of it now
+            assert error is None or isinstance(error, DeviceLost)
         assert r.backend.pool_statistics("checking:1").cached_count == 0
         if gate is not None:
             gate.set()
@@ -154,9 +157,10 @@ async def test_a_block_of_exactly_the_size_that_fitted_is_used_again() -> None:
 # Copies on the event loop
 
 
-@hostile
+@pytest.mark.parametrize("kind", [kind for kind in EXCEPTIONS if kind != "keyboard_interrupt"])
 @pytest.mark.parametrize("method", ["write", "read"])
 async def test_inline_copies_wrap_whatever_is_raised(method: Any, kind: str) -> None:
+    """Not a KeyboardInterrupt: on the thread of the loop it is the user's own."""
     async with rig(inline_copy_bytes=BLOCK) as r:
         handle, buffer = await r.backend.allocate("checking:0", 64), bytearray(64)
         calls: list[Callable[[], Any]] = [lambda: r.backend.copy_to_device(buffer, handle)]

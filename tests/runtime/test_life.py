@@ -803,9 +803,10 @@ class Life(RuleBasedStateMachine):
             self.wait_for(lambda name=name: backend.ledger.usage(name).reserved_bytes == 0, "nothing is reserved")
             if self.exact:
                 live = [each for each in self.memories if not each.dead and each.handle.device_id == name]
-                usage = backend.ledger.usage(name)
-                found, expected = (usage.current_count, usage.current_bytes), (len(live), sum(map(len, live)))
-                assert found == expected, f"{name}: the ledger says {found}, the program holds {expected}"
+                expected = len(live), sum(map(len, live))
+                self.wait_for(
+                    lambda name=name, expected=expected: _books(backend, name) == expected, "the ledger is right"
+                )
         for memory in self.memories:
             array = next((each for each in memory.views if isinstance(each, np.ndarray)), None)
             if array is None or memory.handle.device_id in self.lost or self.limbo:
@@ -891,6 +892,11 @@ class Life(RuleBasedStateMachine):
             # Out of memory is tried again, and readings for the report of it are a help, no more.
             least = 0 if method.endswith("of memory") or method in ("telemetry", "sync") else 1
             assert least <= self.seen[number] <= 1, f"a failure of {method} was reported {self.seen[number]} times"
+
+
+def _books(backend: DriverBackend, device_id: str) -> tuple[int, int]:
+    usage = backend.ledger.usage(device_id)
+    return usage.current_count, usage.current_bytes
 
 
 async def begin_again(backend: DriverBackend, timeout: float | None) -> asyncio.Task[None]:
