@@ -118,11 +118,12 @@ async def _view(scene: Scene) -> None:
 
 
 async def _host_buffer(scene: Scene) -> None:
-    await scene[0].trim(scene[1].device_id)  # or a kept block would serve it
+    await scene[0].trim(scene[1].device_id)  # a kept block would serve it
     (await scene[0].host_buffer(scene[1].device_id, 64)).close()
 
 
 async def _allocate(scene: Scene) -> None:
+    await scene[0].trim(scene[1].device_id)
     await scene[0].deallocate(await scene[0].allocate(scene[1].device_id, 1 << 16))
 
 
