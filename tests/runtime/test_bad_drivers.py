@@ -70,7 +70,9 @@ MAKING_ROOM: dict[str, Callable[[Rig], Any]] = {
 
 
 @pytest.mark.parametrize("way", list(MAKING_ROOM))
-@pytest.mark.parametrize("which", [1, 5, 10])
+@pytest.mark.parametrize(
+    "which", [pytest.param(1, marks=pytest.mark.wide), 5, pytest.param(10, marks=pytest.mark.wide)]
+)
 @hostile
 async def test_one_block_that_cannot_be_freed_takes_no_other_with_it(way: str, which: int, kind: str) -> None:
     made = Rig(pool_bytes=1 << 20, capacity_bytes=10 * BLOCK)
