@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +171,7 @@ class HostileTests(ConformanceBase):
     @asynccontextmanager
     async def watched(
         self, backend: GPUBackend, shell: DriverBackend, **options: Any
-    ) -> AsyncIterator[tuple[DriverBackend, list[BaseException]]]:
+    ) -> AsyncGenerator[tuple[DriverBackend, list[BaseException]], None]:
         """The same driver under another backend, and what is reported in the background."""
         from gpurt import DriverBackend
 
