@@ -174,6 +174,7 @@ class Life(RuleBasedStateMachine):
         self.limbo: list[asyncio.Task[Any]] = []
         self.checks: list[tuple[bytes, bytes, tuple[Call, ...]]] = []
         self.witnesses: list[weakref.ref[Witness]] = []
+        self.cycles = False
         self.left: list[weakref.ref[Witness]] = []
         """Those of tasks that were pending when their loop was closed: such a task and what it awaits are a cycle."""
         self.closing: asyncio.Task[None] | None = None
@@ -365,8 +366,8 @@ class Life(RuleBasedStateMachine):
 
     @property
     def leftovers(self) -> bool:
-        """Something of an opening may live on after its end."""
-        return bool(self.gates or self.buffers or any(memory.views for memory in self.memories))
+        """Something of an opening may live on after its end: also in tasks that were pending when their loop was closed."""
+        return bool(self.gates or self.buffers or self.limbo or any(memory.views for memory in self.memories))
 
     def live(self, which: int) -> Memory | None:
         live = [memory for memory in self.memories if not memory.dead]
@@ -469,6 +470,7 @@ class Life(RuleBasedStateMachine):
         """As at the end of ``asyncio.run``, or bluntly."""
         loop = self.loop
         assert loop is not None
+        self.cycles = True
         if cancel_all:
             left = asyncio.all_tasks(loop)
             for task in left:
@@ -508,6 +510,7 @@ class Life(RuleBasedStateMachine):
     @when(lambda self: self.state == "open" and not self.gates)
     def drop_backend(self) -> None:
         """Nobody shuts it down."""
+        self.cycles = True
         self.let_go_of_arrays()
         self.quiet()
         assert self.backend is not None
@@ -884,10 +887,14 @@ class Life(RuleBasedStateMachine):
         self.loop.close()
         self.loop = None
         self.memories.clear()
-        if self.left:
-            gc.collect()
-        kept = sum(witness() is not None for witness in (*self.witnesses, *self.left))
-        assert not kept, f"objects of {kept} callers of {len(self.witnesses)} are alive"
+        witnesses = (*self.witnesses, *self.left)
+        deadline = time.monotonic() + 1
+        # Only the ends of loops and of backends that nobody ended need a collection.
+        while (kept := sum(witness() is not None for witness in witnesses)) and time.monotonic() < deadline:
+            if self.cycles:
+                gc.collect()
+            time.sleep(0.001)
+        assert not kept, f"objects of {kept} callers of {len(witnesses)} are alive"
         for number, method in self.struck.items():
             # Out of memory is tried again, and readings for the report of it are a help, no more.
             least = 0 if method.endswith("of memory") or method in ("telemetry", "sync") else 1
