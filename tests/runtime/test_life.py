@@ -366,7 +366,7 @@ class Life(RuleBasedStateMachine):
 
     @property
     def leftovers(self) -> bool:
-        """Something of an opening may live on after its end: also in tasks that were pending when their loop was closed."""
+        """Something of an opening may live on after its end, also in tasks that were pending when their loop ended."""
         return bool(self.gates or self.buffers or self.limbo or any(memory.views for memory in self.memories))
 
     def live(self, which: int) -> Memory | None:
@@ -510,14 +510,16 @@ class Life(RuleBasedStateMachine):
     @when(lambda self: self.state == "open" and not self.gates)
     def drop_backend(self) -> None:
         """Nobody shuts it down."""
-        self.cycles = True
-        self.let_go_of_arrays()
         self.quiet()
+        self.let_go_of_arrays()  # also of views that came while everything settled
+        for buffer in self.buffers:  # who has an open one keeps its memory, and the driver open
+            buffer.close()
+        self.buffers.clear()
         assert self.backend is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.let_go_of_limbo()
-            name, self.backend = self.backend.name, None
+            name, self.backend, self.cycles = self.backend.name, None, True
             gc.collect()
             self.wait_for(lambda: not self.threads() and not self.checking.is_open, "a dropped backend ended")
         told = [each for each in caught if each.category is ResourceWarning and name in str(each.message)]
