@@ -281,7 +281,6 @@ class Life(RuleBasedStateMachine):
         allowed: tuple[type[BaseException], ...] = (),
     ) -> Call:
         """Submit a call: its first step is done when this returns."""
-        created: list[tuple[asyncio.Task[Any], weakref.ref[Witness]]] = []
 
         async def call(ready: list[weakref.ref[Witness]]) -> Any:
             witness = Witness()
@@ -289,16 +288,16 @@ class Life(RuleBasedStateMachine):
             ready.append(weakref.ref(witness))
             return await make()
 
-        async def submit() -> None:
-            ready: list[weakref.ref[Witness]] = []
-            task = asyncio.create_task(call(ready))
+        async def submit(ready: list[weakref.ref[Witness]]) -> None:
+            # In no local variable: the frames of a failure may link back to this one, which would be a cycle.
+            started.append(asyncio.create_task(call(ready)))
             await asyncio.sleep(0)
-            created.append((task, ready[0]))
 
-        self.run(submit())
-        [(task, witness)] = created
-        made = Call(name, task, witness, succeeded, allowed, memories)
-        self.witnesses.append(witness)
+        started: list[asyncio.Task[Any]] = []
+        ready: list[weakref.ref[Witness]] = []
+        self.run(submit(ready))
+        made = Call(name, started.pop(), ready[0], succeeded, allowed, memories)
+        self.witnesses.append(made.witness)
         self.calls.append(made)
         return made
 
