@@ -44,6 +44,9 @@ WIDE = (
 )
 """What a change in the core seldom touches, and takes half of the time of all tests: run by `-m wide`, by name, and by
 `.ci/run`."""
+SAMPLED = frozenset({"HostileTests", "EndingTests"})
+"""Groups of the conformance kit with many generated cases. Everyday they are run over one driver that has everything,
+on one loop."""
 LOOP_MATRIX = {"conformance"}
 """Folders whose async tests run on every loop. Others ask with ``@pytest.mark.asyncio(loop_factories=[…])``."""
 OWN_LOOPS = {"test_model", "test_process_ends_while_a_driver_hangs", "test_forked_child_is_told"}
@@ -72,8 +75,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return  # they were asked for
     folder = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(folder).as_posix().startswith(WIDE):
+        if item.path.relative_to(folder).as_posix().startswith(WIDE) or not _in_sample(item):
             item.add_marker("wide")
+
+
+def _in_sample(item: pytest.Item) -> bool:
+    """Whether a test is run everyday, as far as its group in the kit goes."""
+    cls = getattr(item, "cls", None)
+    if not getattr(cls, "gpurt_conformance", False):
+        return True
+    name = getattr(item, "originalname", "")
+    group = next((base.__name__ for base in cls.__mro__ if name in vars(base)), "")
+    if group not in SAMPLED:
+        # The checking driver is there for those; the rest has been run over four others.
+        return cls.__name__ != "TestChecking"
+    return cls.__name__ == "TestChecking" and not (name == "test_loop_ends_in_the_middle" and "queued" in item.name)
 
 
 @pytest.hookimpl(optionalhook=True)

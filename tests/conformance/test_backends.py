@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from gpurt.backend import GPUBackend
-from gpurt.testing import BackendConformance
+from gpurt.testing import BackendConformance, CheckingDriver
 from gpurt.testing.kit.base import load_factory, shutdown_quietly
 
 
@@ -35,6 +35,37 @@ class TestFaultyWithoutFaults(Conformance):
     factory = "tests.support.backends:faulty"
     runs_kernels = False
     large_bytes = 16 << 20
+
+
+class CheckedConformance(Conformance):
+    """Over a driver that writes down every breach of the promises to it."""
+
+    runs_kernels = False
+    one_loop = True
+    large_bytes = 4 << 20
+
+    @pytest.fixture(autouse=True)
+    def _no_breach(self, backend: GPUBackend) -> Iterator[None]:
+        yield
+        driver = getattr(backend, "driver", None)
+        assert isinstance(driver, CheckingDriver)
+        # What the kit makes fail never reaches the driver: to it, such memory, threads and openings are still there.
+        failed = ("close with", "close while gpurt", "open while the library is open")
+        assert [each for each in driver.violations if not each.startswith(failed)] == []
+
+
+class TestChecking(CheckedConformance):
+    factory = "tests.support.backends:checking"
+
+
+@pytest.mark.wide
+class TestCheckingPointers(CheckedConformance):
+    factory = "tests.support.backends:checking_pointers"
+
+
+@pytest.mark.wide
+class TestCheckingOneThread(CheckedConformance):
+    factory = "tests.support.backends:checking_one_thread"
 
 
 @pytest.mark.slow  # what wraps it, without faults, is above

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.runtime.rig import Rig, rig
 
-from gpurt import DeviceUnresponsive, DriverBackend, GPUError, OutOfMemory
+from gpurt import DeviceLost, DeviceUnresponsive, DriverBackend, GPUError, OutOfMemory
 from gpurt.testing import CheckingDriver, Fault
 from gpurt.testing.kit.hostile import EXCEPTIONS, assert_typed, causes, raised
 from gpurt.testing.loops import PATIENCE, turns, until
@@ -70,7 +70,9 @@ MAKING_ROOM: dict[str, Callable[[Rig], Any]] = {
 
 
 @pytest.mark.parametrize("way", list(MAKING_ROOM))
-@pytest.mark.parametrize("which", [1, 5, 10])
+@pytest.mark.parametrize(
+    "which", [pytest.param(1, marks=pytest.mark.wide), 5, pytest.param(10, marks=pytest.mark.wide)]
+)
 @hostile
 async def test_one_block_that_cannot_be_freed_takes_no_other_with_it(way: str, which: int, kind: str) -> None:
     made = Rig(pool_bytes=1 << 20, capacity_bytes=10 * BLOCK)
@@ -106,9 +108,12 @@ async def test_trim_goes_on_to_the_other_devices(what: str) -> None:
             r.fail("free", OSError("no"), index=0)
         else:
             r.checking.lose(0)
-        with pytest.raises(GPUError) as caught:
-            await r.backend.trim()
-        assert caught.value.device_id == "checking:0"
+        error = await raised(r.backend.trim())
+        if what == "fails":
+            assert isinstance(error, GPUError)
+            assert error.device_id == "checking:0"
+        else:  # there is nothing to be had of it now
+            assert error is None or isinstance(error, DeviceLost)
         assert r.backend.pool_statistics("checking:1").cached_count == 0
         if gate is not None:
             gate.set()

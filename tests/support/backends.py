@@ -42,6 +42,28 @@ def reference_one_thread() -> GPUBackend:
     return DriverBackend(ReferenceDriver("backend"))
 
 
+def checking() -> GPUBackend:
+    """It has everything that a driver can have, for the tests that only some drivers can run."""
+    from gpurt.testing import CheckingDriver
+
+    return DriverBackend(CheckingDriver(host_visible=True, pins_memory=True, loads_files=True, chunk_bytes=1 << 20))
+
+
+def checking_pointers() -> GPUBackend:
+    """Its memory is visible to other libraries of the device alone, and it takes one call at a time."""
+    from gpurt.testing import CheckingDriver
+
+    return DriverBackend(
+        CheckingDriver(threading="device", cuda_pointers=True, pool_bytes=1 << 20, chunk_bytes=1 << 20)
+    )
+
+
+def checking_one_thread() -> GPUBackend:
+    from gpurt.testing import CheckingDriver
+
+    return DriverBackend(CheckingDriver(threading="backend", host_visible=True, chunk_bytes=1 << 20))
+
+
 def cuda() -> GPUBackend:
     from gpurt.backends.cuda_backend import CUDABackend
 
