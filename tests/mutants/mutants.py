@@ -383,7 +383,7 @@ MUTANTS = [
     Mutant(
         "close while calls are in the driver",
         "runtime/opening.py",
-        "        dispatch.wait_idle()\n        if self._driver_open:",
+        "        self._wait_idle()\n        if self._driver_open:",
         "        if self._driver_open:",
         "shutdown",
     ),

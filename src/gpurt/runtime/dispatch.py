@@ -17,7 +17,7 @@ import anyio
 
 from gpurt.driver import Driver
 from gpurt.errors import BackendClosed, DeviceLost, DeviceUnresponsive, GPUError
-from gpurt.runtime.job import Duty, Job, Report
+from gpurt.runtime.job import Duty, Job, Report, Undo
 from gpurt.runtime.lane import HOLD_S, Lane, Mailbox
 from gpurt.runtime.order import Chain, Order, Queue
 from gpurt.runtime.protocols import LaneActivity
@@ -229,10 +229,7 @@ class Dispatcher:
             # What a job produced is given back on the lane that made it: for a thread-affine library any other thread
             # would be wrong.
             assert job.queue is not None
-            if self._order.closed:  # then nothing of the driver's is left, and only books are put right
-                undo()
-                return
-            duty = Duty(job.method, lambda _: undo())
+            duty = Undo(job.method, undo)
             duty.device_indexes = job.device_indexes
             self._order.submit(duty, job.queue)
 

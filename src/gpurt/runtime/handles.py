@@ -57,6 +57,12 @@ class Allocation:
         for view in self._views[:1]:
             view.when_unused(callback)
 
+    def end_undelivered(self) -> None:
+        """Close views that never reached their users, whose event loop is closed: their tasks may live on for ever."""
+        for view in self._views:
+            if not view.delivered:
+                view.close()
+
 
 class HandleTable:
     """Live allocations of one opening, by handle. Lanes add, the event loop's thread and the one that closes take out;

@@ -172,7 +172,10 @@ class HostPool:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of blocks that a buffer, or something made from one, looks into."""
+        """Bytes of page-locked blocks that a buffer, or something made from one, looks into. Ordinary memory is not the
+        driver's, and outlives it."""
+        if not self.pinned:
+            return 0
         self._collect()
         with self._lock:
             return sum(block.nbytes for block in self._lent)

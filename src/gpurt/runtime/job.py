@@ -17,7 +17,7 @@ from enum import Enum, auto
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from gpurt.errors import GPUError, TransferFailed, text_of
+from gpurt.errors import BackendClosed, GPUError, TransferFailed, text_of
 
 if TYPE_CHECKING:
     from gpurt.runtime.order import Queue
@@ -173,8 +173,9 @@ class Job:
             self._stage = _CLOSED if orphan else _FINISHED
             if not orphan:
                 self.error = error
-        if orphan:  # told to the log alone: the caller holds a lock that an owner's function may want
-            log_error(error)
+        if orphan:
+            if not isinstance(error, BackendClosed):
+                log_error(error)  # to the log alone: this holds a lock that an owner's function may want
             self._revert(NOTHING)
 
     def take(self) -> Any:
@@ -307,6 +308,20 @@ class Duty(Call):
     @property
     def method(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._method
+
+
+class Undo(Duty):
+    """What an unwanted outcome has to be undone by, on the lane that made it; here and now where there is none any
+    more, because the opening is closed and only books are left to be put right."""
+
+    __slots__ = ()
+
+    def __init__(self, method: str, undo: Callable[[], None]) -> None:
+        super().__init__(method, lambda _: undo())
+
+    def revert(self, value: Any) -> None:
+        if value is NOTHING and self._call is not None:
+            self.execute()
 
 
 def contained(exc: BaseException) -> Exception:

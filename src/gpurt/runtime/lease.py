@@ -23,10 +23,12 @@ class _Nothing:
 class Lease:
     """Open from the start; ``memory`` is for after ``attach``."""
 
-    __slots__ = ("_closed", "_keeper", "_view", "_watch")
+    __slots__ = ("_closed", "_keeper", "_view", "_watch", "delivered")
 
     def __init__(self) -> None:
         self._closed = False
+        self.delivered = False
+        """Whoever asked for the memory has it."""
         self._view: memoryview | None = None
         self._hold(_Nothing())
 

@@ -30,7 +30,7 @@ from gpurt.runtime.allocator import Allocator, Block, Ledger
 from gpurt.runtime.dispatch import CONTROL, Dispatcher
 from gpurt.runtime.handles import Allocation, HandleTable
 from gpurt.runtime.host_memory import HostPool
-from gpurt.runtime.job import Duty, Job, Report, clear_frames, contained
+from gpurt.runtime.job import Duty, Job, Report, clear_frames, contained, is_users_interrupt
 from gpurt.runtime.kernels import KernelTable
 from gpurt.runtime.lane import Lane
 from gpurt.runtime.operations import Free
@@ -206,8 +206,10 @@ class Opening:
         for listener in list(self._listeners):
             try:
                 listener(device)
-            except Exception as exc:  # a listener's fault must not stop the hang clock
-                self.report(exc)
+            except BaseException as exc:  # a listener's fault must not stop the hang clock
+                if is_users_interrupt(exc):
+                    raise
+                self.report(contained(exc))
 
     # Memory
 
@@ -326,10 +328,11 @@ class Opening:
         """What a closing opening waits for: the driver's call that has been in there the longest, or memory in use."""
         if self.state is not OpeningState.CLOSING and self.state is not OpeningState.OPENING:
             return None
-        calls = [(age, job.method, lane.name) for lane, job, age in self.dispatch.running()]
+        calls = [(age, job.method, job.index, lane.name) for lane, job, age in self.dispatch.running()]
         if calls and max(calls)[0] >= HELD_UP_S:
-            age, method, lane = max(calls)
-            return f"the driver's {method}(), which has not returned for {age:.1f} s on lane {lane}"
+            age, method, index, lane = max(calls)
+            where = f"on {self.devices[index].device_id}, " if 0 <= index < len(self.devices) else ""
+            return f"the driver's {method}(), which has not returned for {age:.1f} s ({where}lane {lane})"
         if kept := list(self._kept):
             nbytes = sum(allocation.handle.size_bytes for allocation in kept)
             first = kept[0].handle
@@ -426,9 +429,12 @@ class Opening:
         """Closing thread: free what nobody looks into. Nothing is outstanding, so no order has to be kept."""
         dispatch, wake = self.dispatch, self._wake_closer
         self.host_pool.on_return = wake
+        host_kept = self.host_pool.lent_bytes > 0  # asked first: what comes back from here on wakes this thread again
         kept: list[Allocation] = []
         exported: set[int] = set()
         for allocation in self.handles:
+            if self.loop.is_closed():
+                allocation.end_undelivered()
             if allocation.exported:
                 exported.add(allocation.index)
             if allocation.open_views and dispatch.lost(allocation.index) is None:
@@ -443,9 +449,14 @@ class Opening:
                 duty = Duty("free", lambda _, index=index, sync=sync: self._free_device(index, used, sync=sync))
                 dispatch.impose(duty, index, "memory")
         if self.host_pool.holds:
-            dispatch.impose(Duty("host_free", lambda _: self.host_pool.free_unused()), 0, "memory")
+            free = Duty("host_free", lambda _: self.host_pool.free_unused())
+            present = next((index for index in range(len(self.devices)) if dispatch.lost(index) is None), None)
+            if present is None:  # no thread can be attached, and host memory is of no device
+                dispatch.impose(free, CONTROL, "control")
+            else:
+                dispatch.impose(free, present, "memory")
         dispatch.wait_idle()
-        self._kept, self._host_kept = kept, self.host_pool.holds
+        self._kept, self._host_kept = kept, host_kept
 
     def _free_device(self, index: int, used: set[Block], *, sync: bool) -> None:
         """Memory lane."""

@@ -20,6 +20,7 @@ from gpurt.types import MemoryHandle
 
 if TYPE_CHECKING:
     from gpurt.runtime.opening import Opening
+    from gpurt.runtime.views import DeviceView
 
 SMALL_COPY_BYTES: Final = 1 << 20
 """Copies up to here take the ``small`` lane, so that they never wait behind a bulk load on another handle. A small
@@ -222,6 +223,11 @@ class MakeHostBuffer(Call):
 class MakeView(Call):
     method = "host_view"
     failure = GPUError
+
+    def taken(self, value: DeviceView) -> None:
+        super().taken(value)
+        value.lease.delivered = True
+
     __slots__ = ()
 
 

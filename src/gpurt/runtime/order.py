@@ -84,7 +84,7 @@ class Order:
         self._deliver = deliver
         # dict as an ordered set: a device's outstanding jobs in submission order
         self._outstanding: dict[Job, None] = {}
-        self.closed = False
+        self._closed = False
         self._on_idle: Callable[[], None] | None = None
 
     def submit(
@@ -110,7 +110,7 @@ class Order:
             self._outstanding[job] = None
             if job.blockers:
                 return
-            if queue.pending < queue.max_pending and not queue.held and queue.lane.started and not self.closed:
+            if queue.pending < queue.max_pending and not queue.held and queue.lane.started and not self._closed:
                 # Nearly always. Nobody stops a lane before the order is closed, so this one takes the job.
                 job.sent = True
                 queue.pending += 1
@@ -146,7 +146,7 @@ class Order:
     def close(self) -> None:
         """Send nothing more: what still comes up fails. Afterwards lanes may be stopped."""
         with self._lock:
-            self.closed = True
+            self._closed = True
 
     def outstanding(self, device_index: int | None = None) -> list[Job]:
         """Jobs submitted and not complete, in submission order; of one device or of all."""
@@ -194,7 +194,7 @@ class Order:
     def _put(self, job: Job, queue: Queue) -> bool:
         queue.pending += 1
         try:
-            if self.closed:
+            if self._closed:
                 raise BackendClosed("the backend was shut down")
             queue.lane.put(job)
         except Exception as exc:  # the lane's thread cannot be started: this call fails, others are not held up
