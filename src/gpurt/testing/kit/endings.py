@@ -30,7 +30,7 @@ from gpurt.types import Capabilities, Kernel, MemoryHandle
 if TYPE_CHECKING:
     from gpurt.runtime.backend import DriverBackend
 
-HANG_AFTER: Final = 0.05
+HANG_AFTER: Final = 0.2
 """Seconds for which ``initialize`` waits for an opening that has not ended."""
 
 STAGES: Final = ("queued", "in_driver", "result_ready")
@@ -102,7 +102,10 @@ class EndingTests(ConformanceBase):
 
     async def opens_again(self, backend: DriverBackend, hold: DriverProbe) -> None:
         async with asyncio.timeout(PATIENCE):
-            await backend.initialize()
+            while not backend.devices:
+                # What was held goes on now, and a compiler or a busy machine may take longer than the clock of hangs.
+                with contextlib.suppress(BackendUnavailable):
+                    await backend.initialize()
         await round_trip(backend, backend.devices[0].device_id)
         await assert_nothing_live(backend)
         await backend.shutdown()
