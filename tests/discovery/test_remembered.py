@@ -233,7 +233,7 @@ ENTRY: dict[str, Any] = {"signature": "s", "devices": [device(0).model_dump(mode
         ({"cuda": ["nonsense", ENTRY, 7, None]}, {"cuda": 1}),
         ({"cuda": [ENTRY | {"devices": []}]}, {"cuda": 0}),
         ({"cuda": [{"devices": ENTRY["devices"]}]}, {"cuda": 0}),
-        ({"cuda": None, "cpu": {}, "toy": [ENTRY]}, {"cuda": 0, "cpu": 0, "toy": 1}),
+        ({"cuda": None, "cpu": {}, "toy": [ENTRY]}, {"toy": 1}),
         (None, {}),
         ([], {}),
         ("x", {}),

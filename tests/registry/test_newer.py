@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import copy
 import importlib
 import json
@@ -310,14 +311,6 @@ def test_what_a_newer_version_has_written_stays(writer: str, words: bool, exampl
                 assert there(written, each) or written_here(each[0]), each
             assert not list(Path(folder).glob("*.corrupt-*"))
             if not words:
-                k = known(path)
-                if isinstance(k, dict) and k != expected:
-                    print(
-                        "DIFF",
-                        writer,
-                        [(x, str(k[x])[:150], str(expected[x])[:150]) for x in k if k[x] != expected[x]],
-                        put,
-                    )
                 assert known(path) == expected
 
         run()
@@ -339,10 +332,8 @@ def test_a_newer_schema_stays_untouched(tmp_path: Path, writer: str, caplog: pyt
     path = tmp_path / ("registry.promises.json" if writer == "PromiseFile.keep" else "registry.json")
     path.write_bytes(b'{"schema": 2, "devices": {"by": "then"}, "nodes": 7}')
     before = path.read_bytes()
-    try:
+    with contextlib.suppress(gpurt.GPUError):
         WRITERS[writer](path)
-    except gpurt.GPUError:
-        pass
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir() if not each.name.endswith(".lock")] == [path.name]
 

@@ -38,9 +38,8 @@ class Promised(BaseModel):
         # Placement's records refuse unknown fields, which a newer gpurt may have written here.
         if not isinstance(value, Mapping):
             return value
-        return {
-            name: each for name, each in cast("Mapping[str, Any]", value).items() if name in PlanVersion.model_fields
-        }
+        fields = cast("Mapping[str, Any]", value)
+        return {name: each for name, each in fields.items() if name in PlanVersion.model_fields}
 
 
 class InstancePromises(BaseModel):

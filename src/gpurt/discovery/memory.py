@@ -13,7 +13,7 @@ from typing import Final
 from gpurt.discovery.assemble import CONCLUSIVE, BackendAnswer
 from gpurt.discovery.backoff import Backoff
 from gpurt.discovery.health import DeviceHealth
-from gpurt.discovery.registry import RegistryDocument, RegistryFile, RegistryTooNew
+from gpurt.discovery.registry import Attempts, RegistryDocument, RegistryFile, RegistryTooNew
 from gpurt.discovery.remembered import MAX_ANSWERS, Remembered
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
@@ -246,6 +246,8 @@ class DiscoveryMemory:
                 if not names.intersection(device.backends or (device.backend,)) and device.stable_id not in new_ids
             ]
             devices = (*found, *others)
+            stored: Mapping[str, Attempts] = old.attempts if old else {}
+            kept = {name: tried for name, tried in stored.items() if name not in names}
             new = RegistryDocument(
                 timestamp=result.timestamp,
                 backend_name=old.backend_name if old and others and old.backend_name else result.backend_name,
@@ -254,7 +256,7 @@ class DiscoveryMemory:
                 reports=(*result.reports, *(r for r in (old.reports if old else ()) if r.name not in names)),
                 verified=_of_devices({*verified, *(old.verified if old and others else ())}, devices),
                 remembered=self._merged(old),
-                attempts=attempts,
+                attempts=kept | attempts,
                 tuning=old.tuning if old else (),
                 calibration=old.calibration if old else (),
                 topology=old.topology if old else (),

@@ -97,7 +97,8 @@ def _believed_devices(devices: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _stable_id(device: Any) -> object:
-    return (device["identity"] or {}).get("key") or device["device_id"]
+    identity = device["identity"]
+    return identity["key"] if identity else device["device_id"]
 
 
 class RegistryFile(JsonFile[RegistryDocument]):

@@ -118,14 +118,18 @@ class JsonFile(Generic[M]):
                 old = None
             except CorruptRegistry:
                 old = self._quarantine_and_fall_back()
-            before = None if old is None else _plain(old.value)
+            before = None if old is None else self._plain(old.value)
             new = change(None if old is None else cast("M", old.value))
-            content = _plain(new)
+            content = self._plain(new)
             json.dumps(content, allow_nan=False)  # ours has none; what others have put there stays
             if old is not None and before is not None:
                 content = old.changed(before, content)
             self._replace(json.dumps(content).encode())
         return new
+
+    def _plain(self, value: Any) -> dict[str, Any]:
+        """``value`` as JSON values: what is written where there is no file yet."""
+        return cast("BaseModel", value).model_dump(mode="json", by_alias=True)
 
     def _make_directory(self) -> None:
         directory = self.path.parent
@@ -246,10 +250,6 @@ class JsonFile(Generic[M]):
         finally:
             # Renaming one name of a file over another name of it does nothing, so the first name may remain.
             temporary.unlink(missing_ok=True)
-
-
-def _plain(value: BaseModel) -> dict[str, Any]:
-    return value.model_dump(mode="json", by_alias=True)
 
 
 def _flush_directory(directory: Path) -> None:

@@ -8,7 +8,7 @@ Every method blocks, and is safe to call from several threads and processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -110,6 +110,15 @@ class MeasuredFile(JsonFile[MeasuredDocument]):
 
         if measured:
             self._change_parts(change)
+
+    def _plain(self, value: Any) -> dict[str, Any]:
+        # Without sections of which nothing was measured: this is one of several who write here.
+        whole = super()._plain(value)
+        parts = [whole, whole["simulated"] or {}]
+        for part in parts:
+            for section in [section for section, content in part.items() if not content]:
+                del part[section]
+        return whole
 
     def _content(self) -> MeasuredDocument:
         # A corrupt file stays for discovery, which tells its users that it was one.

@@ -114,7 +114,7 @@ class Reading:
             read = [at for at in range(len(elements)) if (*path, at) not in self._left_out]
             self._places[path] = read
             return [self._without_left_out(elements[at], (*path, at)) for at in read]
-        return value
+        return cast("object", value)
 
     def _original(self, where: Path) -> Path:
         """A place in what was validated as one in the file, whose lists may be longer."""
@@ -138,17 +138,14 @@ class Reading:
         if old == new and type(old) is type(new):
             return raw
         if isinstance(raw, dict) and isinstance(new, Mapping):
-            fields, before = (
-                cast("dict[str, Any]", raw),
-                cast("Mapping[str, Any]", old if isinstance(old, Mapping) else {}),
-            )
-            return self._merged_object(fields, before, cast("Mapping[str, Any]", new), path)
+            before = cast("Mapping[str, Any]", old if isinstance(old, Mapping) else {})
+            return self._merged_object(cast("dict[str, Any]", raw), before, cast("Mapping[str, Any]", new), path)
         if isinstance(raw, list) and isinstance(new, list):
             key = next((key for place, key in self._records.items() if _fits(place, (*path, ANY))), None)
             if key is not None:
-                before = cast("list[Any]", old) if isinstance(old, list) else []
-                return self._merged_list(cast("list[Any]", raw), before, cast("list[Any]", new), key, path)
-        return new
+                read = cast("list[Any]", old if isinstance(old, list) else [])
+                return self._merged_list(cast("list[Any]", raw), read, cast("list[Any]", new), key, path)
+        return cast("object", new)
 
     def _merged_object(
         self, raw: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], path: Path
