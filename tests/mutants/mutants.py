@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         "reserve nothing at submission",
         "runtime/allocator.py",
-        "            limit, committed = usage.limit_bytes, usage.committed_bytes",
+        "            limit, committed = usage.limit_bytes, usage.current_bytes + usage.reserved_bytes",
         "            limit, committed = usage.limit_bytes, usage.current_bytes",
         "overshoot",
     ),
@@ -335,8 +335,8 @@ MUTANTS = [
     Mutant(
         "a block that another library saw goes to the pool at once",
         "runtime/opening.py",
-        "allocation.chain.idle and not allocation.exported and",
-        "allocation.chain.idle and",
+        "allocation.idle and not allocation.exported and",
+        "allocation.idle and",
         "what_another_library_saw",
         PROMISES,
     ),
@@ -566,8 +566,8 @@ MUTANTS = [
     Mutant(
         "blocks made when memory was short are never used again",
         "runtime/allocator.py",
-        " or (exact_bytes is not None and self._free.get(exact_bytes))",
-        "",
+        "                blocks = self._free.get(-(-nbytes // self._alignment) * self._alignment)\n",
+        "                pass\n",
         "not any_life",
         RUNTIME,
     ),

@@ -80,7 +80,7 @@ class Ledger:
         """
         with self._lock:
             usage = self._usage[device_id]
-            limit, committed = usage.limit_bytes, usage.committed_bytes
+            limit, committed = usage.limit_bytes, usage.current_bytes + usage.reserved_bytes
             if limit is not None and committed + nbytes > limit:
                 raise OutOfMemory(
                     f"{nbytes:,} bytes do not fit the limit of {limit:,}, of which {committed:,} are taken",
@@ -151,14 +151,13 @@ class Pool:
             return rounded
         return -(-nbytes // self._alignment) * self._alignment
 
-    def take(self, block_bytes: int, exact_bytes: int | None = None) -> Block | None:
-        """A free block of exactly this size, or None.
-
-        Args:
-            exact_bytes: another size that would do: blocks that were made when memory was short are of no class.
-        """
+    def take(self, nbytes: int) -> Block | None:
+        """A free block that serves ``nbytes`` and is hardly larger, or None."""
+        block_bytes = self.block_bytes(nbytes)
         with self._lock:
-            blocks = self._free.get(block_bytes) or (exact_bytes is not None and self._free.get(exact_bytes))
+            blocks = self._free.get(block_bytes)
+            if not blocks:  # one that was made when memory was short is of no class
+                blocks = self._free.get(-(-nbytes // self._alignment) * self._alignment)
             if not blocks:
                 self._misses += 1
                 return None
@@ -241,7 +240,7 @@ class Allocator:
     def take(self, index: int, nbytes: int) -> Block | None:
         """A pooled block that serves ``nbytes``, or None."""
         pool = self._pools[index]
-        return pool.take(pool.block_bytes(nbytes), self._exact(nbytes)) if pool.limit_bytes else None
+        return pool.take(nbytes) if pool.limit_bytes else None
 
     def keep(self, block: Block) -> bool:
         """Pool a block on which nothing is outstanding; False when it must be released instead."""
@@ -256,7 +255,7 @@ class Allocator:
         """
         self._fit_limit(index)
         size = self._pools[index].block_bytes(nbytes)
-        exact = self._exact(nbytes)
+        exact = -(-nbytes // self._alignment) * self._alignment
         ways: list[Callable[[int], int]] = [self._trim_driver, self.free_pooled]
         while True:
             try:
@@ -328,9 +327,6 @@ class Allocator:
             else:
                 freed += block.nbytes
         return freed
-
-    def _exact(self, nbytes: int) -> int:
-        return -(-nbytes // self._alignment) * self._alignment
 
     def _trim_driver(self, index: int) -> int:
         try:

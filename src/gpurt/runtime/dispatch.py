@@ -57,7 +57,7 @@ class LoopTurn:
         self._loop = loop
         self._clock = clock
         self.began: float | None = None
-        """When the first copy of the turn was made; None when there was none."""
+        """When the first copy of the turn was made; None before it."""
 
     def has_room(self) -> bool:
         """Whether another copy may be made in this turn."""
@@ -67,10 +67,9 @@ class LoopTurn:
             return True
         return self._clock() - self.began < STOP_AFTER_S
 
-    async def give_way(self) -> None:
-        """After a copy: let the others have their turn if it is time."""
-        if self.began is not None and self._clock() - self.began >= YIELD_AFTER_S:
-            await asyncio.sleep(0)
+    def is_long(self) -> bool:
+        """Whether it is time to let the others have their turn."""
+        return self.began is not None and self._clock() - self.began >= YIELD_AFTER_S
 
     def _end(self) -> None:
         self.began = None
@@ -202,7 +201,7 @@ class Dispatcher:
             self._known[index, name] = queue
         return queue
 
-    # Awaiting: the protocol itself stands in DriverBackend._call
+    # Awaiting: the protocol itself stands in DriverBackend._finish
 
     async def leave(self, job: Job, exc: BaseException) -> None:
         """Its caller was thrown out of waiting by ``exc``. Also when the result is there already and asyncio drops it:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpurt.errors import InvalidHandle, OutOfRange
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 _MOST_BITS: Final = 128
 
 
-class Allocation:
-    """A live allocation: the handle that users hold, the block behind it, and what happens to it."""
+class Allocation(Chain):
+    """A live allocation: the handle that users hold, the block behind it, and the order of what happens to it."""
 
-    __slots__ = ("_views", "block", "chain", "delivered", "exported", "handle", "index", "token")
+    __slots__ = ("_views", "block", "delivered", "exported", "handle", "index", "token")
 
     def __init__(self, handle: MemoryHandle, block: Block) -> None:
+        self.tail = None
         self.handle = handle
         self.block = block
         self.index = block.index
         self.token = block.token
-        self.chain = Chain()
         self.delivered = False
         """Its user has the handle; until then it is only reserved in the ledger."""
         self.exported = False
         """Another library had its device address, and may have work queued on it that we know nothing of."""
-        self._views: list[Lease] = []
+        self._views: Sequence[Lease] = ()
 
     @property
     def open_views(self) -> int:
         """Views, and arrays made from them, that still look into this memory."""
         if not self._views:
             return 0
-        self._views = [view for view in self._views if view.in_use]
+        self._views = tuple(view for view in self._views if view.in_use)
         return len(self._views)
 
     def add_view(self, view: Lease) -> None:
-        self._views.append(view)
+        self._views = (*self._views, view)
 
     def when_unviewed(self, callback: Callable[[], object]) -> None:
         """Call back, on any thread, when one of the views of now is in use no more: look then whether all are."""

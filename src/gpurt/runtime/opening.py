@@ -248,12 +248,12 @@ class Opening:
         """Loop's thread: the handle is dead; what is still to be waited for, or None."""
         handle = allocation.handle
         self.handles.remove(allocation)
-        if self.dispatch.lost(allocation.index) is not None or (  # its memory went with it; only the books are left
-            allocation.chain.idle and not allocation.exported and self.allocator.keep(allocation.block)
+        if (allocation.idle and not allocation.exported and self.allocator.keep(allocation.block)) or (
+            self.dispatch.lost(allocation.index) is not None  # its memory went with it; only the books are left
         ):
             self.ledger.release(handle.device_id, handle.size_bytes)
             return None
-        return self.dispatch.submit(Free(self, allocation), allocation.index, "memory", (allocation.chain,))
+        return self.dispatch.submit(Free(self, allocation), allocation.index, "memory", (allocation,))
 
     def free_when_unviewed(self, allocation: Allocation) -> None:
         """Loop's thread: free an allocation once no view of it, and no array made from one, is in use."""

@@ -29,6 +29,7 @@ copy is over in about 0.1 ms at PCIe rates, which is the longest that one of the
 HostCopy = Callable[[int, Any, int, memoryview], None]
 """``Driver.write`` or ``Driver.read``."""
 
+_OWNERS: Final = frozenset({bytes, bytearray, array})
 _LAYERS: Final = 8
 """Most views of views that are looked through for the memory behind them; NumPy itself keeps one or two."""
 
@@ -281,14 +282,9 @@ def in_memory(owner: object) -> bool:
         owner: the object behind the buffer, ``memoryview(buffer).obj``.
     """
     for _ in range(_LAYERS):
-        if isinstance(owner, (bytes, bytearray, array)):
+        if type(owner) in _OWNERS or getattr(getattr(owner, "flags", None), "owndata", False) is True:
             return True
-        if isinstance(owner, memoryview):
-            owner = owner.obj
-            continue
-        if getattr(getattr(owner, "flags", None), "owndata", False) is True:
-            return True
-        owner = getattr(owner, "base", None)
+        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
         if owner is None:
             return False
     return False
