@@ -234,8 +234,8 @@ class TestWhatItFinds:
         await self._find(driver, says)
 
 
-def _lend_twice(self: Pool, block_bytes: int) -> Any:
-    blocks = self._free.get(block_bytes)
+def _lend_twice(self: Pool, nbytes: int) -> Any:
+    blocks = self._free.get(self.block_bytes(nbytes))
     return blocks[-1] if blocks else None
 
 

@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         "with one thread, callers of other devices wait behind a hang for ever",
         "runtime/dispatch.py",
-        '        return hung | self._used if self._threading == "backend" and hung else hung\n',
+        "        return hung | self._used if self._one_thread and hung else hung\n",
         "        return hung\n",
         "tells_the_callers_of_all",
         PROMISES,

@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from asyncio import get_running_loop
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
@@ -148,7 +149,7 @@ class DriverBackend(GPUBackend):
         """Called on the event loop with a device whose state has changed (unresponsive, lost, back)."""
         self._options = OpeningOptions(memory_limit, None, hang_after, max_pending, pool_bytes, host_buffer_limit)
         self._report = ErrorReport(on_background_error)
-        self._copied: dict[tuple[str, Direction], int] = {}
+        self._copied: defaultdict[tuple[str, Direction], int] = defaultdict(int)
         self._process = _process
         self._opening: Opening | None = None
         """The last one, whatever its state."""
@@ -370,7 +371,7 @@ class DriverBackend(GPUBackend):
             except BaseException as exc:
                 await opening.dispatch.leave(job, exc)
                 raise
-            if not job.finished:
+            if job.interruption is not None:
                 await opening.dispatch.interrupted(job)
             return job.take()  # here, not in a coroutine below: one cannot raise StopIteration out of it
         except Exception as exc:
@@ -560,10 +561,12 @@ class DriverBackend(GPUBackend):
         size: Any = self._begin("copy_to_device", self._prepare_write, src, dst_handle, offset_bytes)
         if type(size) is _PENDING:
             size = await size
-        self._count(dst_handle.device_id, "host_to_device", size)
+        if size:
+            self._copied[dst_handle.device_id, "host_to_device"] += size
 
     def _prepare_write(self, opening: Opening, src: Buffer, handle: MemoryHandle, offset_bytes: int) -> Job | int:
-        allocation, driver = self._allocation(opening, handle), self.driver
+        allocation, driver = opening.handles.get(handle), opening.driver
+        opening.dispatch.check(allocation.index, handle.device_id)
         view = byte_view(src)
         try:
             offset, size = check_range(allocation, offset_bytes, view.nbytes, driver.capabilities.alignment_bytes)
@@ -574,7 +577,7 @@ class DriverBackend(GPUBackend):
             return 0
         if size <= driver.inline_copy_bytes and in_memory(view.obj) and opening.dispatch.may_inline(allocation):
             return self._copy_here(opening, driver.write, allocation, offset, view, "copy_to_device")
-        job = WriteHost(driver, allocation, offset, view)
+        job = WriteHost(driver, driver.write, allocation, offset, view, size)
         return opening.dispatch.submit(
             job, allocation.index, "small" if size <= SMALL_COPY_BYTES else "h2d", (allocation,)
         )
@@ -585,7 +588,8 @@ class DriverBackend(GPUBackend):
         data: Any = self._begin("copy_from_device", self._prepare_read, src_handle, offset_bytes, size_bytes)
         if type(data) is _PENDING:
             data = await data
-        self._count(src_handle.device_id, "device_to_host", len(data))
+        if data:
+            self._copied[src_handle.device_id, "device_to_host"] += len(data)
         return data
 
     def _prepare_read(
@@ -612,7 +616,8 @@ class DriverBackend(GPUBackend):
         size: Any = self._begin("copy_into", self._prepare_read_into, src_handle, dst, offset_bytes)
         if type(size) is _PENDING:
             size = await size
-        self._count(src_handle.device_id, "device_to_host", size)
+        if size:
+            self._copied[src_handle.device_id, "device_to_host"] += size
         return size
 
     def _prepare_read_into(self, opening: Opening, handle: MemoryHandle, dst: Buffer, offset_bytes: int) -> Job | int:
@@ -627,7 +632,7 @@ class DriverBackend(GPUBackend):
             return 0
         if size <= driver.inline_copy_bytes and in_memory(view.obj) and opening.dispatch.may_inline(allocation):
             return self._copy_here(opening, driver.read, allocation, offset, view, "copy_into")
-        job = ReadHost(driver, allocation, offset, view)
+        job = ReadHost(driver, driver.read, allocation, offset, view, size)
         return opening.dispatch.submit(
             job, allocation.index, "small" if size <= SMALL_COPY_BYTES else "d2h", (allocation,)
         )
@@ -687,7 +692,8 @@ class DriverBackend(GPUBackend):
             self._prepare_peer_copy,
             *(src_handle, dst_handle, size_bytes, src_offset_bytes, dst_offset_bytes),
         )
-        self._count(src_handle.device_id, "device_to_device", size)
+        if size:
+            self._copied[src_handle.device_id, "device_to_device"] += size
 
     def _prepare_peer_copy(
         self,
@@ -745,7 +751,8 @@ class DriverBackend(GPUBackend):
         finally:
             progress.close()
         progress.raise_failure()
-        self._count(handle.device_id, "file_to_device", done)
+        if done:
+            self._copied[handle.device_id, "file_to_device"] += done
         return done
 
     def _prepare_load(
@@ -804,11 +811,6 @@ class DriverBackend(GPUBackend):
         index = self._device_index(opening, device_id)
         job = Synchronize(lambda _: self.driver.sync(index))
         return opening.dispatch.submit(job, index, "sync", after_device=after_device)
-
-    def _count(self, device_id: str, direction: Direction, nbytes: int) -> None:
-        if nbytes:
-            key = device_id, direction
-            self._copied[key] = self._copied.get(key, 0) + nbytes
 
     # Host memory and views
 

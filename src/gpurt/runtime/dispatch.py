@@ -11,7 +11,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal
 
 import anyio
 
@@ -108,6 +108,7 @@ class Dispatcher:
         self.turn = LoopTurn(loop)
         self._driver = driver
         self._threading = driver.capabilities.threading
+        self._one_thread = self._threading == "backend"
         self._hang_after = hang_after
         self._max_pending = max_pending
         self._report = report
@@ -210,10 +211,11 @@ class Dispatcher:
         if job.wait_out and not isinstance(exc, GeneratorExit):
             await self._settled(job)
 
-    async def interrupted(self, job: Job) -> NoReturn:
-        """Its caller was woken because of the device's state. Raises the reason."""
+    async def interrupted(self, job: Job) -> None:
+        """Its caller was woken because of the device's state. Raises the reason, unless there is an outcome by now."""
         interruption, job.interruption = job.interruption, None
-        assert interruption is not None
+        if job.finished or interruption is None:
+            return
         self._abandon(job)
         try:
             if job.wait_out and not isinstance(interruption, (DeviceUnresponsive, BackendClosed)):
@@ -253,7 +255,8 @@ class Dispatcher:
         """Raise what a new call on this device must fail with, if anything."""
         if index in self._lost:
             raise self._gone(index, device_id)
-        self._used.add(index)
+        if self._one_thread:
+            self._used.add(index)
         if self._hung and index in self._hung_now():
             raise self._unresponsive(index, device_id)
 
@@ -263,7 +266,7 @@ class Dispatcher:
 
     def unresponsive(self, index: int) -> bool:
         hung = self._hung_now()
-        return index in hung or (self._threading == "backend" and bool(hung))
+        return index in hung or (self._one_thread and bool(hung))
 
     def mark_lost(self, index: int, error: GPUError) -> None:
         """The device is gone. Sticky; everybody who waits for it is told."""
@@ -297,7 +300,7 @@ class Dispatcher:
             f"the driver has not returned for more than {self._hang_after:g} s",
             backend=self._driver.name,
             device_id=device_id or f"{self._driver.name}:{index}",
-            hint=f"{_REACH[self._threading == 'backend']}; the state clears if the driver returns; see hang_after",
+            hint=f"{_REACH[self._one_thread]}; the state clears if the driver returns; see hang_after",
         )
 
     def running(self) -> Iterator[tuple[Lane, Job, float]]:
@@ -314,7 +317,7 @@ class Dispatcher:
             if age >= self._hang_after:
                 hung.update(job.device_indexes)
         # One thread for all devices: when a call hangs, nothing else of the library can run.
-        return hung | self._used if self._threading == "backend" and hung else hung
+        return hung | self._used if self._one_thread and hung else hung
 
     def _interrupt(self, index: int, error: Callable[[int], BaseException]) -> None:
         # An error of its own for each: callers add their context to what they catch.

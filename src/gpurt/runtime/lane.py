@@ -190,7 +190,10 @@ class Lane(Executor):
                         if on_done is not None:
                             on_done(job)
                 finally:
-                    if self._hold_s:
+                    if not self._hold_s or (not held and self._queue.empty()):
+                        if deliver is not None:
+                            deliver(job)
+                    else:
                         now = self._clock()
                         if not held:
                             held_since = began
@@ -201,8 +204,6 @@ class Lane(Executor):
                             or now - began >= self._hold_s / LONG_CALLS
                         ):
                             self.flush()
-                    elif deliver is not None:
-                        deliver(job)
                 del job  # or the last job's buffers stay alive until the next one comes
             self.flush()
         except BaseException as exc:

@@ -38,28 +38,31 @@ class WriteHost(Job):
     """Host bytes to an allocation. The view is released when the driver is done, also after a cancellation."""
 
     method = "write"
-    __slots__ = ("_allocation", "_driver", "_offset", "_size", "_view")
+    __slots__ = ("_allocation", "_copy", "_driver", "_offset", "_size", "_view")
 
-    def __init__(self, driver: Driver, allocation: Allocation, offset: int, view: memoryview) -> None:
+    def __init__(
+        self, driver: Driver, copy: HostCopy, allocation: Allocation, offset: int, view: memoryview, size: int
+    ) -> None:
         super().__init__()
         self._driver = driver
+        self._copy = copy
         self._allocation: Allocation | None = allocation
         self._offset = offset
-        self._size = view.nbytes
+        self._size = size
         self._view = view
-
-    def _copy(self) -> HostCopy:
-        return self._driver.write
 
     def execute(self) -> int:
         allocation, self._allocation = self._allocation, None
         assert allocation is not None
-        view = self._view
+        view, size = self._view, self._size
         try:
-            walk(self, self._driver, self._copy(), allocation, self._offset, view)
+            if size <= SMALL_COPY_BYTES and size <= self._driver.capabilities.chunk_bytes:
+                self._copy(allocation.index, allocation.token, self._offset, view)
+            else:
+                walk(self, self._driver, self._copy, allocation, self._offset, view)
         finally:
             release(view)
-        return self._size
+        return size
 
     def revert(self, value: Any) -> None:
         self._allocation = None
@@ -79,9 +82,6 @@ class ReadHost(WriteHost):
     method = "read"
     wait_out = True
     __slots__ = ()
-
-    def _copy(self) -> HostCopy:
-        return self._driver.read
 
 
 class ReadNew(Job):
