@@ -8,7 +8,6 @@ KIT = ("tests/conformance/test_backends.py",)
 """The conformance kit, here over the reference driver."""
 PROMISES = ("tests/runtime/test_promises.py",)
 RUNTIME = ("tests/runtime", "tests/regressions/test_runtime.py", "tests/memory")
-LIFE = ("tests/runtime/test_life.py", "tests/runtime/test_lifecycle_cancel.py")
 LANE = ("tests/runtime/test_lane.py",)
 
 
@@ -217,7 +216,7 @@ MUTANTS = [
     Mutant(
         "a cancelled initialize stays open",
         "runtime/backend.py",
-        "        except BaseException:\n            opening.begin_close()\n            raise",
+        "        except BaseException:\n            opening.disown()\n            raise",
         "        except BaseException:\n            raise",
         "initialize",
     ),
@@ -249,8 +248,8 @@ MUTANTS = [
         "runtime/backend.py",
         "                opening.begin_close()  # whoever had it left it behind\n",
         "                return\n",
-        "arrive_on_the_next_loop",
-        PROMISES,
+        "not any_life",
+        RUNTIME,
     ),
     Mutant(
         "with one thread, callers of other devices wait behind a hang for ever",
@@ -298,14 +297,6 @@ MUTANTS = [
         "        with short_turns():\n            self._driver.attach(index)\n        self.attached.add(index)\n",
         "        self.attached.add(index)\n        with short_turns():\n            self._driver.attach(index)\n",
         "could_not_be_attached",
-        PROMISES,
-    ),
-    Mutant(
-        "memory that arrives in a closed view is kept",
-        "runtime/lease.py",
-        "        if self._closed:  # by another thread, while this one was at it\n            self._keeper = None\n",
-        "",
-        "keeps_no_memory",
         PROMISES,
     ),
     Mutant(
@@ -377,8 +368,7 @@ MUTANTS = [
         "runtime/opening.py",
         "            if self._closer is not None or self.state is OpeningState.CLOSED:",
         "            if self.state is OpeningState.CLOSED:",
-        "close or shutdown or ends or initialize",
-        LIFE,
+        "waits_for_the_last_close",
     ),
     Mutant(
         "close while calls are in the driver",
@@ -430,8 +420,8 @@ MUTANTS = [
     Mutant(
         "keep page-locked memory at shutdown",
         "runtime/opening.py",
-        "        if self.host_pool.holds:\n",
-        "        if False:\n",
+        "            if self.host_pool.holds:\n",
+        "            if False:\n",
         "host or pinned or locked",
         RUNTIME,
     ),
@@ -487,7 +477,8 @@ MUTANTS = [
         "runtime/opening.py",
         '            dispatch.impose(Duty("close", lambda _: self.driver.close()), CONTROL, "control")\n',
         "            self.driver.close()\n",
-        "thread",
+        "opened_and_closed_on_one_thread",
+        PROMISES,
     ),
     Mutant(
         "an allocation that nobody takes stays",
@@ -521,23 +512,24 @@ MUTANTS = [
     Mutant(
         "free the memory of a lost device",
         "runtime/opening.py",
-        "            if dispatch.lost(index) is None and self.allocator.holds(index):",
-        "            if self.allocator.holds(index):",
-        "lost",
+        "        present = [index for index in range(len(self.devices)) if dispatch.lost(index) is None]",
+        "        present = list(range(len(self.devices)))",
+        "memory_of_a_lost_device",
+        PROMISES,
     ),
     Mutant(
         "at the end, free what another library saw without a synchronisation",
         "runtime/opening.py",
-        "                sync = index in exported\n",
-        "                sync = False\n",
+        "                    sync = index in exported\n",
+        "                    sync = False\n",
         "not any_life",
         RUNTIME,
     ),
     Mutant(
         "a failed open is never ended",
         "runtime/opening.py",
-        "            self.failure = contained(exc)\n            self.begin_close()\n",
-        "            self.failure = contained(exc)\n",
+        "                self._report_failure()\n            self.begin_close()\n            return\n",
+        "                self._report_failure()\n            return\n",
         "open or initialize",
     ),
     Mutant(
@@ -551,8 +543,8 @@ MUTANTS = [
     Mutant(
         "peaks count what was only asked for",
         "runtime/allocator.py",
-        "            if usage.current_bytes > usage.peak_bytes:\n",
-        "            usage.peak_bytes = max(usage.peak_bytes, usage.committed_bytes)\n            if False:\n",
+        "            usage.reserved_bytes += nbytes\n",
+        "            usage.reserved_bytes += nbytes\n            usage.peak_bytes += nbytes\n",
         "peaks",
         RUNTIME,
     ),
@@ -572,11 +564,11 @@ MUTANTS = [
         RUNTIME,
     ),
     Mutant(
-        "an undo that fails ends the lane",
-        "runtime/job.py",
-        "            self._report(contained(exc))\n\n    def _report",
-        "            raise\n\n    def _report",
-        "undo",
+        "what a callback raises ends the lane",
+        "runtime/lane.py",
+        "            self._survive(exc)\n            return True\n",
+        "            raise\n",
+        "nothing_that_is_raised",
         LANE,
     ),
     Mutant(
@@ -599,7 +591,23 @@ MUTANTS = [
         "runtime/opening.py",
         "        if len(limits) < len(devices):",
         "        if False:",
-        "twice",
+        "lists_a_device_twice",
         RUNTIME,
+    ),
+    Mutant(
+        "why a driver could not be opened is lost when nobody waits for it",
+        "runtime/opening.py",
+        "            if disowned:\n",
+        "            if False:\n",
+        "a_failed_open_that_nobody_waits_for",
+        PROMISES,
+    ),
+    Mutant(
+        "memory stays where a thread could not be attached at the end",
+        "runtime/opening.py",
+        "        for _ in range(2):  # once more",
+        "        for _ in range(1):  # once more",
+        "attachment_that_fails_at_the_end",
+        PROMISES,
     ),
 ]

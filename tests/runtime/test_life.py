@@ -897,8 +897,8 @@ class Life(RuleBasedStateMachine):
         self.memories.clear()
         witnesses = (*self.witnesses, *self.left)
         deadline = time.monotonic() + 1
-        # Only the ends of loops and of backends that nobody ended need a collection, and an eager task that fails in its
-        # first step: asyncio's own frames, which made it, hold it then.
+        # Only the ends of loops and of backends that nobody ended need a collection, and an eager task that fails in
+        # its first step: asyncio's own frames, which made it, hold it then.
         while (kept := sum(witness() is not None for witness in witnesses)) and time.monotonic() < deadline:
             if self.cycles or self.eager:
                 gc.collect()

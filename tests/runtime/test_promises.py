@@ -300,3 +300,62 @@ def test_a_held_job_that_is_skipped_is_complete() -> None:
     assert running.complete
     assert held.complete
     assert after.complete
+
+
+# Openings
+
+
+@pytest.mark.parametrize("mode", ["backend", "device", "queue"])
+async def test_the_library_is_opened_and_closed_on_one_thread(mode: Any) -> None:
+    async with rig(threading=mode) as r:
+        await r.backend.deallocate(await r.backend.allocate("checking:0", 64))
+    threads = {call.thread for call in r.driver.calls if call.method in ("open", "close")}
+    assert threads == {"gpurt:checking" if mode == "backend" else "gpurt:checking:control"}
+
+
+async def test_memory_of_a_lost_device_is_left_to_the_library() -> None:
+    async with rig() as r:
+        handles = [await r.backend.allocate(f"checking:{index}", 64) for index in (0, 1)]
+        r.checking.lose(0)
+        with pytest.raises(DeviceLost):
+            await r.backend.copy_to_device(b"x", handles[0])
+        with pytest.warns(ResourceWarning, match="2 allocations"):
+            await r.backend.shutdown()
+    assert [call.index for call in r.driver.calls if call.method == "free"] == [1]
+
+
+async def test_a_driver_that_lists_a_device_twice_is_refused_and_closed() -> None:
+    driver = CheckingDriver()
+    listed = driver.open
+    driver.open = lambda: [*(devices := listed()), devices[0]]  # type: ignore[method-assign]
+    backend = DriverBackend(driver)
+    with pytest.raises(BackendUnavailable, match="twice"):
+        await backend.initialize()
+    assert (driver.opens, driver.closes, driver.violations) == (1, 1, [])
+
+
+@pytest.mark.parametrize("failure", [OSError("no card"), MemoryError("host"), SystemExit(3)])
+async def test_a_failed_open_that_nobody_waits_for_is_reported_once(failure: BaseException) -> None:
+    made = Rig()
+    gate = threading.Event()
+    made.driver.inject(Fault("open", first=1, gate=gate, raises=lambda: failure))
+    opening = asyncio.create_task(made.backend.initialize())
+    await made.called("open")
+    opening.cancel()
+    await asyncio.wait({opening})
+    gate.set()
+    await made.backend.initialize()  # waits for it
+    assert [error.__cause__ or error for error in made.reported] == [failure]
+    await made.backend.shutdown()
+    made.assert_clean()
+
+
+async def test_an_attachment_that_fails_at_the_end_leaves_no_memory() -> None:
+    """The lane that frees may be used for the first time then."""
+    async with rig(pins_memory=True, threading="queue") as r:
+        buffer = await r.backend.host_buffer("checking:1", 64)
+        buffer.close()
+        r.fail("attach", OSError("no context"), index=0)
+        await r.backend.shutdown()
+        assert r.checking.host_live == 0
+    assert len(r.reported) == 1

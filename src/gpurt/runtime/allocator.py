@@ -308,9 +308,9 @@ class Allocator:
         freed is reported, and keeps no other from being freed."""
         return self._free_each(self._pools[index].evict(need_bytes), self._report)
 
-    def holds(self, index: int) -> bool:
-        """Whether the driver has memory of a device to take back."""
-        return bool(self._made[index])
+    def holds(self, index: int, used: Collection[Block]) -> bool:
+        """Whether the driver has memory of a device to take back besides ``used``."""
+        return any(block not in used for block in self._made[index])
 
     def free_unused(self, index: int, used: Collection[Block]) -> None:
         """Free every block of a device but those in ``used``, also one that never reached its user."""

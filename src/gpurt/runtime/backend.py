@@ -236,7 +236,7 @@ class DriverBackend(GPUBackend):
             if not opening.opened:
                 raise BackendClosed("shut down while it was opened", backend=self.name, operation="initialize")
         except BaseException:
-            opening.begin_close()
+            opening.disown()
             raise
 
     async def _until_ended(self, opening: Opening) -> None:

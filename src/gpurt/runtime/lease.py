@@ -40,8 +40,6 @@ class Lease:
     def attach(self, memory: memoryview) -> None:
         """``memory``: writable, contiguous. It stays exported as long as ``in_use``."""
         self._hold((ctypes.c_ubyte * memory.nbytes).from_buffer(memory))
-        if self._closed:  # by another thread, while this one was at it
-            self._keeper = None
 
     def memory(self) -> memoryview:
         """All of it: one-dimensional, writable, unsigned bytes. Only while open and attached.

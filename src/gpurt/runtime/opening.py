@@ -109,6 +109,7 @@ class Opening:
         self._listeners = listeners
         self._lock = threading.Lock()
         self._driver_open = False
+        self._disowned = False
         self._closer: Lane | None = None
         self._kept: list[Allocation] = []
         """Allocations that views, or arrays made from them, still look into, when all else has been freed."""
@@ -150,7 +151,11 @@ class Opening:
             self._make_tables(tuple(devices))
         except BaseException as exc:
             clear_frames(exc)
-            self.failure = contained(exc)
+            with self._lock:
+                self.failure = contained(exc)
+                disowned = self._disowned
+            if disowned:
+                self._report_failure()
             self.begin_close()
             return
         with self._lock:
@@ -169,6 +174,19 @@ class Opening:
         self.host_pool = HostPool(self.driver, self._options.host_buffer_limit, self.report)
         self.devices = tuple(_limited(device, limits[device.device_id]) for device in devices)
         self.index = {device.device_id: index for index, device in enumerate(devices)}
+
+    def disown(self) -> None:
+        """Whoever began this opening is gone: end it, and report why the driver could not be opened, if it cannot."""
+        with self._lock:
+            self._disowned = True
+        self._report_failure()
+        self.begin_close()
+
+    def _report_failure(self) -> None:
+        with self._lock:
+            failure, self.failure = self.failure, None
+        if failure is not None:
+            self.report(failure)
 
     def raise_failure(self) -> NoReturn:
         """Raise why the driver could not be opened. Once: who else waits for this opening begins another."""
@@ -415,6 +433,8 @@ class Opening:
         with self._lock:
             self.state = OpeningState.CLOSED
             closer, self._closer = self._closer, None
+        if self.loop.is_closed():  # then nobody can take it
+            self._report_failure()
         self._notify()
         assert closer is not None
         closer.stop()
@@ -443,19 +463,20 @@ class Opening:
             else:
                 self._strike(allocation)
         used = {allocation.block for allocation in kept}
-        for index in range(len(self.devices)):
-            if dispatch.lost(index) is None and self.allocator.holds(index):
-                sync = index in exported
-                duty = Duty("free", lambda _, index=index, sync=sync: self._free_device(index, used, sync=sync))
-                dispatch.impose(duty, index, "memory")
-        if self.host_pool.holds:
-            free = Duty("host_free", lambda _: self.host_pool.free_unused())
-            present = next((index for index in range(len(self.devices)) if dispatch.lost(index) is None), None)
-            if present is None:  # no thread can be attached, and host memory is of no device
-                dispatch.impose(free, CONTROL, "control")
-            else:
-                dispatch.impose(free, present, "memory")
-        dispatch.wait_idle()
+        present = [index for index in range(len(self.devices)) if dispatch.lost(index) is None]
+        for _ in range(2):  # once more where a thread could not be attached to its device
+            for index in present:
+                if self.allocator.holds(index, used):
+                    sync = index in exported
+                    duty = Duty("free", lambda _, index=index, sync=sync: self._free_device(index, used, sync=sync))
+                    dispatch.impose(duty, index, "memory")
+            if self.host_pool.holds:
+                free = Duty("host_free", lambda _: self.host_pool.free_unused())
+                if present:
+                    dispatch.impose(free, present[0], "memory")
+                else:  # no thread can be attached, and host memory is of no device
+                    dispatch.impose(free, CONTROL, "control")
+            dispatch.wait_idle()
         self._kept, self._host_kept = kept, host_kept
 
     def _free_device(self, index: int, used: set[Block], *, sync: bool) -> None:
