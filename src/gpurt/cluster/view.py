@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from gpurt.cluster.changes import BUFFER_CHANGES, ChangeKind, Changes
 from gpurt.cluster.device_data import DeviceData
 from gpurt.cluster.envelope import Envelope, EventKind, summary
+from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.news import back, joined, silent, summary_of
 from gpurt.cluster.peer_links import NodeLinks
@@ -70,13 +71,18 @@ class MasterView:
         self.grace_s = grace_s
         self.clock = clock
         self.ignored: Counter[str] = Counter()
-        """Events not understood: ``unknown_type``, ``malformed``, ``unknown_node``, ``too_many``."""
+        """Events not understood: ``unknown_type``, ``malformed``, ``unknown_node``, ``too_many``; and events and snapshots
+        that lie before what is known already: ``stale``."""
         self._max_nodes = max_nodes
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
         self._suspects: set[str] = set()
-        self._left_at: dict[str, int] = {}
-        """Sequence number of a node's goodbye."""
+        self._left: dict[str, Position] = {}
+        """Where a node's goodbye stands. It is of that run alone."""
+        self._returning: set[str] = set()
+        """Nodes that have left and show a token again, of a run that is not known yet."""
+        self._unseen: set[str] = set()
+        """Nodes that have left before their first answer came."""
         self._conflicts: dict[str, Conflict] = {}
         self._telling = Telling()
 
@@ -110,13 +116,19 @@ class MasterView:
         The node is healthy only while its token is there (``node_up`` comes first): a snapshot may have been
         under way when its node died.
 
-        ``sole``: the snapshot is known to come from the only live process of that name. Otherwise one of another
-        host than that of a healthy node is a conflict.
+        One that was taken before what is known already changes nothing.
+
+        ``sole``: the snapshot is known to come from the only live process of that name, so its run is the present one
+        whatever its number. Otherwise a run with an earlier number changes nothing, and one of another host than that
+        of a healthy node is a conflict.
         """
         name = snapshot.node
         old = self._nodes.get(name)
         if old is None and not self._make_room(name):
             return False
+        if old is not None and _before(snapshot, old, sole=sole):
+            self.ignored["stale"] += 1
+            return True
         if (
             old is not None
             and not sole
@@ -149,13 +161,22 @@ class MasterView:
         return True
 
     def apply_event(self, event: Envelope) -> bool:
-        """Fold one event in. An event that is not understood is counted and only moves the node's position.
+        """Fold one event in. An event that is not understood is counted and only moves the node's position; one that
+        lies before what is known already changes nothing.
 
-        False: the news was too large for an event, so a snapshot of the node is needed.
+        False: the news was too large for an event, or is of a later run, so a snapshot of the node is needed.
         """
         record = self._nodes.get(event.nodeid)
         if record is None:
             self.ignored["unknown_node"] += 1
+            return True
+        if event.nodeepoch != record.epoch:
+            if Epoch.parse(event.nodeepoch) > Epoch.parse(record.epoch):
+                return False
+            self.ignored["stale"] += 1
+            return True
+        if int(event.nodeseq) <= record.seq:
+            self.ignored["stale"] += 1
             return True
         kind = _KINDS.get(event.type)
         try:
@@ -179,24 +200,38 @@ class MasterView:
         """The node's token is there. It becomes healthy with its snapshot or with ``node_answered``: the token
         alone may be of a new run, which need not have the devices of the old one."""
         self._up.add(name)
+        self._unseen.discard(name)
+        record = self._nodes.get(name)
+        if record is not None and record.state is NodeState.LEFT:
+            self._returning.add(name)
+
+    def goodbye(self, name: str) -> Position | None:
+        """Where the node's latest goodbye stands; None: it has said none."""
+        return self._left.get(name)
 
     def node_answered(self, name: str, epoch: str) -> None:
-        """A process whose token is there has answered. When it is the run that is known, it is back."""
+        """A process has answered a question that was put after its token had come. When it is the run that is known and
+        has said no goodbye, it is back."""
         record = self._nodes.get(name)
         if record is None or record.epoch != epoch or name not in self._up:
             return
-        if record.state in (NodeState.SUSPECT, NodeState.LOST):
+        goodbye = self._left.get(name)
+        ended = record.state is NodeState.LEFT and goodbye is not None and str(goodbye.epoch) == epoch
+        if record.state is not NodeState.HEALTHY and not ended:
             self._enter(record, NodeState.HEALTHY, ChangeKind.NODE_BACK, back(record, record, self.clock()))
 
     def node_down(self, name: str, *, left: bool = False) -> None:
         """The node's token is gone; ``left``: it said that it would be."""
         self._up.discard(name)
+        returning = name in self._returning
+        self._returning.discard(name)
         record = self._nodes.get(name)
         if record is None:
-            return
-        if left:
-            self._leave(record)
-        elif record.state is NodeState.HEALTHY:
+            if left and len(self._unseen) < self._max_nodes:
+                self._unseen.add(name)
+        elif left:
+            self._enter_left(record)
+        elif record.state is NodeState.HEALTHY or returning:
             self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT, "its connection ended")
 
     def tick(self) -> None:
@@ -308,8 +343,12 @@ class MasterView:
             self._telling.node_updated(record, after)
 
     def _leave(self, record: NodeRecord) -> None:
-        """By its goodbye, or by the end of its token, or by both in either order."""
-        self._left_at[record.node] = record.seq
+        self._left[record.node] = Position(Epoch.parse(record.epoch), record.seq)
+        self._enter_left(record)
+
+    def _enter_left(self, record: NodeRecord) -> None:
+        """By its goodbye, or by the end of its token, or by both in either order. The token does not say of which run it
+        was, so that its end holds only until there is a token again."""
         if record.state is not NodeState.LEFT:
             self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT, "it said goodbye")
 
@@ -319,6 +358,8 @@ class MasterView:
         self._telling.post(kind, record.node, message=message)
 
     def _note_suspicion(self, record: NodeRecord) -> None:
+        if record.state is not NodeState.LEFT:
+            self._returning.discard(record.node)
         if record.state is NodeState.SUSPECT:
             self._suspects.add(record.node)
         else:
@@ -326,11 +367,17 @@ class MasterView:
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
         up = snapshot.node in self._up
-        if old is not None and old.state is NodeState.LEFT and old.epoch == snapshot.epoch:
-            # Up to the goodbye, it was taken just before; a later one is of a publisher that has joined again.
-            up = up and snapshot.seq > self._left_at[snapshot.node]
+        goodbye = self._left.get(snapshot.node)
+        if goodbye is not None and old is not None and old.state is NodeState.LEFT:
+            # Up to the goodbye, it was taken just before; a later one of that run is of a publisher that has joined
+            # again, and another run has said no goodbye.
+            epoch, seq = snapshot.position
+            up = up and (epoch != goodbye.epoch or seq > goodbye.seq)
         if up:
             return NodeState.HEALTHY
+        if old is None and snapshot.node in self._unseen:
+            self._unseen.discard(snapshot.node)
+            return NodeState.LEFT
         return NodeState.SUSPECT if old is None or old.state is NodeState.HEALTHY else old.state
 
     def _make_room(self, name: str) -> bool:
@@ -342,7 +389,8 @@ class MasterView:
             _log.error("node %s is refused: the view holds %d live nodes already", name, self._max_nodes)
             return False
         del self._nodes[gone.node]
-        self._left_at.pop(gone.node, None)
+        self._left.pop(gone.node, None)
+        self._returning.discard(gone.node)
         why = f"it was {gone.state} for longest, and there is room for {self._max_nodes} nodes"
         self._telling.post(ChangeKind.NODE_FORGOTTEN, gone.node, message=why)
         return True
@@ -351,3 +399,10 @@ class MasterView:
         conflict = self._conflicts.get(snapshot.node)
         if conflict is not None and conflict.refused_epoch == snapshot.epoch:
             self.end_conflict(snapshot.node)
+
+
+def _before(snapshot: NodeSnapshot, known: NodeRecord, *, sole: bool) -> bool:
+    """The snapshot was taken before what is known of its node. Runs are told apart by who lives, where that is known."""
+    if snapshot.epoch == known.epoch:
+        return snapshot.seq < known.seq
+    return not sole and snapshot.position.epoch < Epoch.parse(known.epoch)
