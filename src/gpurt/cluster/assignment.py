@@ -16,7 +16,7 @@ from gpurt.cluster.keys import check_name
 from gpurt.cluster.shards import MAX_BYTES, MAX_LAYERS, MAX_MESSAGE, MAX_STAGES, Name, ResidentLayers, ShardState
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.plan import Plan
-from gpurt.placement.version import PlanVersion
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
 
 MAX_GROUP: Final = 1024
 """Devices of one tensor-parallel group."""
@@ -130,7 +130,7 @@ class Acknowledgement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     accepted: bool
-    term: int = Field(ge=0)
+    term: int = Field(ge=0, le=MAX_NUMBER)
     """The latest that the node has heard of."""
     reason: Refusal | None = None
     """Of a refusal."""

@@ -88,6 +88,29 @@ class MeasureLinks(Command):
     """For each of them."""
 
 
+class ResetTerm(BaseModel):
+    """The way back from a term that no master should have named: an operator's word, which no term keeps out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    command: Literal["reset_term"] = "reset_term"
+    term: int = Field(ge=0, le=MAX_NUMBER, strict=True)
+    """The latest that the node shall have heard of; what it has promised of later ones is void."""
+
+
+class ResetAnswer(BaseModel):
+    """What the node has done."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    before: int = Field(ge=0, le=MAX_NUMBER)
+    """The latest term that it had heard of."""
+    term: int = Field(ge=0, le=MAX_NUMBER)
+    """The same now."""
+    unkept: str | None = None
+    """Why that is so only until it is started again."""
+
+
 class DrainAnswer(BaseModel):
     """Whether the node does it."""
 
@@ -112,7 +135,7 @@ class LinksAnswer(BaseModel):
     """Why the others were not."""
 
 
-AnyCommand = Rediscover | Drain | Undrain | Assign | MeasureLinks
+AnyCommand = Rediscover | Drain | Undrain | Assign | MeasureLinks | ResetTerm
 
 _COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(Annotated[AnyCommand, Field(discriminator="command")])
 
@@ -167,6 +190,21 @@ async def request_drain(
     return answer
 
 
+async def reset_term(engine: EventEngine, node: str, term: int, *, timeout: float = 10.0) -> ResetAnswer:
+    """Make ``term`` the latest that ``node`` has heard of, where it has heard of a later one that no master should have
+    named. What it holds stays until a plan moves it; what it has promised of later terms is void.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is
+            none.
+    """
+    command = ResetTerm(term=term)
+    try:
+        return ResetAnswer.model_validate(await send_command(engine, node, command, timeout=timeout))
+    except ValidationError as exc:
+        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+
+
 async def send_assignment(
     engine: EventEngine, node: str, assignment: Assignment, step: Step, *, timeout: float = 10.0
 ) -> Acknowledgement:
@@ -184,7 +222,7 @@ async def send_assignment(
         raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
 
 
-async def send_command(engine: EventEngine, node: str, command: Command, *, timeout: float) -> Any:
+async def send_command(engine: EventEngine, node: str, command: Command | ResetTerm, *, timeout: float) -> Any:
     """Returns the node's answer as JSON values.
 
     Raises:

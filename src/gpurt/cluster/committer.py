@@ -24,6 +24,7 @@ from gpurt.cluster.commit_result import CommitResult, CommitStatus, NodeAnswer
 from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
 from gpurt.cluster.groups import single, together
 from gpurt.cluster.records import ClusterSnapshot, NodeState
+from gpurt.cluster.terms import believed_version
 from gpurt.cluster.view import MasterView
 from gpurt.placement.plan import Plan
 from gpurt.placement.version import PlanVersion
@@ -251,9 +252,9 @@ class PlacementCommitter:
 
 def latest_version(snapshot: ClusterSnapshot, instance: str) -> PlanVersion | None:
     """The latest plan of ``instance`` that a node follows; None: none does. A master that starts anew continues behind
-    it."""
+    it. A version that a single node names, far beyond all others, does not count, nor one of a term that does not."""
     shards = (node.placement.shard(instance) for node in snapshot.nodes.values())
-    return max((shard.version for shard in shards if shard is not None), default=None)
+    return believed_version((shard.version for shard in shards if shard is not None), snapshot.term)
 
 
 def _holders(snapshot: ClusterSnapshot, instance: str, earlier: Iterable[str]) -> set[str]:

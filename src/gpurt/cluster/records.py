@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import HostInfo, NodeFields
+from gpurt.cluster.terms import TERM_STEP, believed, doubted
 from gpurt.placement.devices import ResidentRange
 from gpurt.types import BackendReport, GPUDevice
 
@@ -100,8 +101,14 @@ class ClusterSnapshot(BaseModel):
 
     @property
     def term(self) -> int:
-        """The latest term of a master that one of the nodes has heard of; 0: none has."""
-        return max((node.placement.term for node in self.nodes.values()), default=0)
+        """The latest term of a master that nodes have heard of; 0: none has. One that a single node names, far beyond
+        all others, does not count (:mod:`gpurt.cluster.terms`)."""
+        return believed((node.placement.term for node in self.nodes.values()), TERM_STEP)
+
+    @property
+    def doubted_terms(self) -> dict[str, int]:
+        """Nodes that name a term which does not count, with that term."""
+        return doubted({name: node.placement.term for name, node in self.nodes.items()})
 
     @property
     def available_devices(self) -> dict[tuple[str, str], GPUDevice]:

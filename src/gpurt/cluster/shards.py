@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gpurt.placement.devices import ResidentRange
-from gpurt.placement.version import PlanVersion
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
 
 MAX_INSTANCES: Final = 64
 """Models, or copies of one, that a node holds parts of at once."""
@@ -76,7 +76,7 @@ class NodePlacement(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    term: int = Field(default=0, ge=0)
+    term: int = Field(default=0, ge=0, le=MAX_NUMBER)
     """The latest that it has heard of a master; it follows none of an earlier one."""
     shards: Annotated[tuple[ShardReport, ...], Field(max_length=MAX_INSTANCES)] = ()
 
