@@ -15,7 +15,7 @@ from tests.mutants.mutants import Mutant
 
 SOURCE = Path(gpurt.__file__).parent
 ROOT = Path(__file__).parents[2]
-WALKS = "thousand_random"
+WALKS = "thousand_random or the_last_answer or counts_from_1"
 
 MUTANTS = [
     Mutant(
@@ -79,13 +79,6 @@ MUTANTS = [
         "cluster/sequence.py",
         "            return self._keep(position, event, _another_run(older))",
         "            return self._ask(_another_run(older)) if older else self._keep(position, event, _another_run(older))",
-        WALKS,
-    ),
-    Mutant(
-        "events of a new run are applied to the state of the one before",
-        "cluster/sequence.py",
-        "        if position.epoch != current.epoch:\n",
-        "        if position.epoch < current.epoch:\n",
         WALKS,
     ),
     Mutant(

@@ -141,8 +141,8 @@ class World:
 
     def start(self) -> None:
         number = len(self.runs)
-        # One that has lost its registry counts from 1 again; a run that has lost it twice is told by time.
-        counter = 1 if self.forgetful and number % 2 else number + 1
+        # One that has lost its registry counts from 1 again.
+        counter = 1 if self.forgetful and number % 2 else number + 10
         run = Run(number, Epoch(counter, f"{number:032x}"))
         self.runs.append(run)
         self.tokens.append((run, NodeUp(NODE)))
@@ -413,6 +413,54 @@ def _step(world: World, chance: random.Random, liking: dict[str, float]) -> None
         possible += [("answer", lambda: world.reach(question)), ("answer", lambda: world.answered(question))]
     chosen = chance.choices(possible, [liking[name] for name, _ in possible])
     chosen[0][1]()
+
+
+def test_the_last_answer_of_a_run_is_no_answer_to_the_next_ones_token(loop: VirtualLoop) -> None:
+    world = World(loop)
+    world.start()
+    world.deliver_token()
+    world.reach(world.questions[0])
+    world.answered(world.questions[0])
+    world.check()
+    (one,) = world.runs
+    world.say(one)
+    world.say(one)
+    world.deliver_event(2)  # behind a hole
+    loop.advance(0.3)
+    (question,) = world.questions
+    world.reach(question)
+    world.say_goodbye(one)
+    world.gone(one)
+    world.drop_event(len(world.events) - 1)
+    world.deliver_token()
+    world.start()
+    world.deliver_token()
+    world.answered(question)
+    world.check()
+    world.check_end()
+    world.end()
+
+
+def test_what_a_node_says_that_counts_from_1_again_is_kept_for_its_answer(loop: VirtualLoop) -> None:
+    world = World(loop, forgetful=True)
+    world.start()
+    world.deliver_token()
+    world.reach(world.questions[0])
+    world.answered(world.questions[0])
+    world.deliver_event(0)
+    world.gone(world.runs[0])
+    world.start()
+    world.deliver_token()
+    world.deliver_token()
+    world.answered(world.questions[0])  # without a reply
+    world.deliver_event(0)
+    loop.advance(0.3)
+    world.reach(world.questions[0])
+    world.say(world.runs[1])
+    world.deliver_event(0)  # after the answer was given, and before it has come
+    world.answered(world.questions[0])
+    world.check_end()
+    world.end()
 
 
 @pytest.mark.parametrize("block", range(4))

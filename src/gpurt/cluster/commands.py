@@ -15,7 +15,7 @@ from gpurt.cluster.errors import MalformedEvent, StaleTerm
 from gpurt.cluster.link_protocol import LinkBudget
 from gpurt.cluster.peer_links import PeerLink
 from gpurt.cluster.shards import Name
-from gpurt.placement.version import MAX_NUMBER
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
 
 MAX_PEERS: Final = 64
 """Ways that one command has measured."""
@@ -62,12 +62,24 @@ class Assign(Command):
     command: Literal["assign"] = "assign"
     step: Step
     assignment: Assignment
+    master: Name | None = None
+    """Who sends it, for people."""
 
     @model_validator(mode="after")
     def _one_term(self) -> Assign:
         if self.assignment.version.term != self.term:
             raise ValueError(f"a plan of version {self.assignment.version} from a master of term {self.term}")
         return self
+
+
+class Withdraw(Command):
+    """Let go of one of two plans of one version, which two masters of one term have decided on."""
+
+    command: Literal["withdraw"] = "withdraw"
+    instance: Name
+    version: PlanVersion
+    plan: Annotated[str, Field(max_length=64)]
+    """That one; a node that follows another does nothing."""
 
 
 class PeerAddress(BaseModel):
@@ -135,7 +147,7 @@ class LinksAnswer(BaseModel):
     """Why the others were not."""
 
 
-AnyCommand = Rediscover | Drain | Undrain | Assign | MeasureLinks | ResetTerm
+AnyCommand = Rediscover | Drain | Undrain | Assign | Withdraw | MeasureLinks | ResetTerm
 
 _COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(Annotated[AnyCommand, Field(discriminator="command")])
 
@@ -206,7 +218,13 @@ async def reset_term(engine: EventEngine, node: str, term: int, *, timeout: floa
 
 
 async def send_assignment(
-    engine: EventEngine, node: str, assignment: Assignment, step: Step, *, timeout: float = 10.0
+    engine: EventEngine,
+    node: str,
+    assignment: Assignment,
+    step: Step,
+    *,
+    master: str | None = None,
+    timeout: float = 10.0,
 ) -> Acknowledgement:
     """One step of a commit at one node; see :class:`gpurt.cluster.committer.PlacementCommitter`.
 
@@ -214,10 +232,26 @@ async def send_assignment(
         NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
         MalformedEvent: over ``MAX_COMMAND_BYTES``, or an answer that is none.
     """
-    command = Assign(term=assignment.version.term, step=step, assignment=assignment)
+    command = Assign(term=assignment.version.term, step=step, assignment=assignment, master=master)
     answer = await send_command(engine, node, command, timeout=timeout)
     try:
         return Acknowledgement.model_validate(answer)
+    except ValidationError as exc:
+        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+
+
+async def withdraw_plan(
+    engine: EventEngine, node: str, instance: str, version: PlanVersion, plan: str, *, timeout: float = 10.0
+) -> Acknowledgement:
+    """Have ``node`` let go of the plan ``plan``, where it follows it.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is
+            none.
+    """
+    command = Withdraw(term=version.term, instance=instance, version=version, plan=plan)
+    try:
+        return Acknowledgement.model_validate(await send_command(engine, node, command, timeout=timeout))
     except ValidationError as exc:
         raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
 
