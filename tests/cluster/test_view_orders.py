@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from gpurt.cluster.bus import BusItem, EventReceived, NodeDown, NodeUp, StateReply
 from gpurt.cluster.envelope import EventKind, encode, make_event
@@ -373,7 +380,9 @@ def walk(loop: VirtualLoop, seed: int, steps: int = 30) -> None:
     chance = random.Random(seed)
     world = World(loop, forgetful=chance.random() < 0.4)
     # Each walk has likings of its own: where everything is equally likely, nothing happens twice in a row.
-    liking = {name: chance.choice([0.1, 0.5, 1, 3]) for name in ("time", "say", "end", "token", "event", "odd", "answer")}
+    liking = {
+        name: chance.choice([0.1, 0.5, 1, 3]) for name in ("time", "say", "end", "token", "event", "odd", "answer")
+    }
     try:
         world.start()
         for _ in range(chance.randint(3, steps)):

@@ -98,5 +98,7 @@ async def reset(
             if answer.term == answer.before:
                 done.append(f"{node} has heard of no later term than {answer.term}{forgets}")
             else:
-                done.append(f"{node} follows masters from term {answer.term} on; it had heard of {answer.before}{forgets}")
+                done.append(
+                    f"{node} follows masters from term {answer.term} on; it had heard of {answer.before}{forgets}"
+                )
     return done, failed

@@ -237,7 +237,13 @@ def _assignment(
 def _plan_id(plan: Plan) -> str:
     """The same for plans that have all nodes hold the same, across processes."""
     what = [
-        (stage.start, stage.end, stage.node, stage.devices, [(h.device, h.weights, h.kv, h.activations) for h in stage.held])
+        (
+            stage.start,
+            stage.end,
+            stage.node,
+            stage.devices,
+            [(h.device, h.weights, h.kv, h.activations) for h in stage.held],
+        )
         for stage in plan.stages
     ]
     return hashlib.sha256(json.dumps((plan.model, plan.layer_count, what)).encode()).hexdigest()[:16]

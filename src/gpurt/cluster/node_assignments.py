@@ -81,15 +81,23 @@ class NodeAssignments:
         publisher.commands.handle(Withdraw, self._withdraw, on_stale=self._refuse_stale)
 
     def use(self, loader: ShardLoader | None) -> None:
-        """From now on parts are loaded through ``loader``; without one, they are refused. Masters are told."""
+        """From now on parts are loaded through ``loader``; without one, they are refused. Masters are told, and what could
+        not be loaded before is tried again."""
         self._loader = loader
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return  # told with whatever is told next
-        task = loop.create_task(self._announce(), name="gpurt-cluster-loader")
+        task = loop.create_task(self._begin_again(), name="gpurt-cluster-loader")
         self._announcing.add(task)
         task.add_done_callback(self._announcing.discard)
+
+    async def _begin_again(self) -> None:
+        async with self._lock:
+            for held in tuple(self._instances.values()):
+                if self._loader is not None and held.active is not None and held.state is ShardState.FAILED:
+                    await self._activate(held.active, held.master)
+        await self._announce()
 
     def placement(self) -> NodePlacement:
         """What the node holds now."""
@@ -156,7 +164,11 @@ class NodeAssignments:
         async with self._lock:
             held = self._instances.get(command.instance)
             active = None if held is None else held.active
-            if active is not None and active.stages and (active.version, active.plan) == (command.version, command.plan):
+            if (
+                active is not None
+                and active.stages
+                and (active.version, active.plan) == (command.version, command.plan)
+            ):
                 _log.warning(
                     "plan %s of %s is withdrawn: another master of term %d has decided on another one of this version",
                     *(command.version, command.instance, command.version.term),
@@ -281,7 +293,7 @@ class NodeAssignments:
         held.resident = kept_of(held.resident, assignment.resident())
         held.active, held.state, held.message, held.master = assignment, ShardState.LOADING, None, master
         held.task = asyncio.create_task(self._load(held, assignment), name="gpurt-cluster-load")
-        await self._publisher.publish_placement(self.placement())
+        await self._announce()
 
     def _forget_offer(self, assignment: Assignment) -> None:
         held = self._instances.get(assignment.instance)

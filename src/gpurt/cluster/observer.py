@@ -199,6 +199,7 @@ class ClusterObserver:
                 self._on_event(event)
         if step.resync is not None:
             self._want(name, known, step.resync)
+        self._remind(self.view.plans_due)
         self._remind(known.sequence.deadline)
 
     def _known(self, name: str) -> _Node | None:
@@ -328,6 +329,7 @@ class ClusterObserver:
         present = first if first in snapshots else min(snapshots)
         kept = snapshots.pop(present)
         self.view.node_answered(name, kept.epoch)
+        self._remind(self.view.plans_due)
         self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))
         for epoch, snapshot in snapshots.items():
             known.sequence.refuse(epoch)

@@ -86,6 +86,29 @@ class Conflict(BaseModel):
         )
 
 
+class PlanTroubleKind(StrEnum):
+    TWO_MASTERS = "two_masters"
+    """Two masters of one term have decided on different plans of one version."""
+    TWO_PLANS = "two_plans"
+    """Nodes follow an earlier plan beside the latest one."""
+    NOT_FOLLOWED = "not_followed"
+    """Nodes of the latest plan do not follow it."""
+
+
+class PlanTrouble(BaseModel):
+    """Something is wrong about the plans of one instance of a model."""
+
+    model_config = ConfigDict(frozen=True)
+
+    instance: str
+    kind: PlanTroubleKind
+    nodes: Mapping[str, str]
+    """What each node that it is about does or does not do."""
+    message: str
+    since: float = 0.0
+    """Monotonic seconds of the receiver."""
+
+
 class ClusterSnapshot(BaseModel):
     """The whole view at one moment."""
 
@@ -93,6 +116,8 @@ class ClusterSnapshot(BaseModel):
 
     nodes: Mapping[str, NodeRecord]
     conflicts: tuple[Conflict, ...] = ()
+    plan_troubles: tuple[PlanTrouble, ...] = ()
+    """Plans that are followed only in part, or contradict each other, for longer than it takes to reach all nodes."""
 
     @property
     def devices(self) -> dict[tuple[str, str], DeviceRecord]:

@@ -21,6 +21,7 @@ from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.news import back, joined, silent, summary_of
 from gpurt.cluster.peer_links import NodeLinks
+from gpurt.cluster.plan_troubles import PlanTroubles, doubt
 from gpurt.cluster.record_changes import (
     available,
     changed,
@@ -84,13 +85,18 @@ class MasterView:
         self._unseen: set[str] = set()
         """Nodes that have left before their first answer came."""
         self._conflicts: dict[str, Conflict] = {}
+        self._plans = PlanTroubles(self._nodes)
+        self._doubted: set[str] = set()
+        """Nodes whose term was said not to count."""
         self._telling = Telling()
 
     # Questions
 
     def snapshot(self) -> ClusterSnapshot:
         """The present picture; later changes do not touch it."""
-        return ClusterSnapshot.model_construct(nodes=dict(self._nodes), conflicts=tuple(self._conflicts.values()))
+        return ClusterSnapshot.model_construct(
+            nodes=dict(self._nodes), conflicts=tuple(self._conflicts.values()), plan_troubles=self._plans.said
+        )
 
     def node(self, name: str) -> NodeRecord | None:
         return self._nodes.get(name)
@@ -106,7 +112,14 @@ class MasterView:
     def deadline(self) -> float | None:
         """When ``tick`` must be called next, on ``clock``."""
         since = min((self._nodes[name].state_since for name in self._suspects), default=None)
-        return None if since is None else since + self.grace_s
+        due = None if since is None else since + self.grace_s
+        plans = self._plans.due
+        return plans if due is None or (plans is not None and plans < due) else due
+
+    @property
+    def plans_due(self) -> float | None:
+        """The same for plans alone: after an event, it is all that can be due."""
+        return self._plans.due
 
     # The fold
 
@@ -149,6 +162,7 @@ class MasterView:
         )
         self._nodes[name] = record
         self._note_suspicion(record)
+        self._note_plans(old, record)
         if old is None:
             self._telling.post(ChangeKind.NODE_JOINED, name, message=joined(record))
         elif healthy and not same_state:
@@ -235,11 +249,18 @@ class MasterView:
             self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT, "its connection ended")
 
     def tick(self) -> None:
-        """Give up the suspects whose grace is over."""
+        """Give up the suspects whose grace is over, and say what is wrong about plans."""
         now = self.clock()
         for record in [self._nodes[name] for name in self._suspects]:
             if record.state_since + self.grace_s <= now:
                 self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, silent(record, now))
+        if self._plans.due is not None and self._plans.due <= now:
+            for trouble, is_there in self._plans.look(now, self.snapshot().term):
+                _log.log(
+                    logging.ERROR if is_there else logging.INFO, "%s%s", "" if is_there else "over: ", trouble.message
+                )
+                kind = ChangeKind.PLAN_TROUBLE if is_there else ChangeKind.PLAN_TROUBLE_OVER
+                self._telling.post(kind, None, message=trouble.message)
 
     def report_conflict(self, refused: NodeSnapshot) -> None:
         """``refused`` is of a live process that uses the name of another live one."""
@@ -290,6 +311,7 @@ class MasterView:
         if kind is EventKind.NODE_PLACEMENT:
             placement = NodePlacement.model_validate(data.get("placement"))
             self._store(record, fields, placement=placement)
+            self._note_plans(record, self._nodes[record.node])
             self._telling.placement(record.node, record.placement, placement)
             return True
         links = NodeLinks.model_validate(data.get("links"))
@@ -355,7 +377,25 @@ class MasterView:
     def _enter(self, record: NodeRecord, state: NodeState, kind: ChangeKind, message: str) -> None:
         self._nodes[record.node] = offered_again(changed(record, state=state, state_since=self.clock()))
         self._note_suspicion(self._nodes[record.node])
+        self._note_plans(record, self._nodes[record.node])
         self._telling.post(kind, record.node, message=message)
+
+    def _note_plans(self, before: NodeRecord | None, after: NodeRecord) -> None:
+        old, new = (None if before is None else before.placement), after.placement
+        if before is None or before.state is not after.state or old != new:
+            self._plans.node_changed(before, after, self.clock())
+        if new.term and (old is None or old.term != new.term):
+            self._note_doubt(after.node)
+
+    def _note_doubt(self, name: str) -> None:
+        """Said once, until its term counts."""
+        why = doubt(self._nodes, name)
+        if why is None:
+            self._doubted.discard(name)
+        elif name not in self._doubted:
+            self._doubted.add(name)
+            _log.warning("node %s: %s", name, why)
+            self._telling.post(ChangeKind.TERM_DOUBTED, name, message=why)
 
     def _note_suspicion(self, record: NodeRecord) -> None:
         if record.state is not NodeState.LEFT:
@@ -389,6 +429,8 @@ class MasterView:
             _log.error("node %s is refused: the view holds %d live nodes already", name, self._max_nodes)
             return False
         del self._nodes[gone.node]
+        self._doubted.discard(gone.node)
+        self._plans.node_changed(gone, None, self.clock())
         self._left.pop(gone.node, None)
         self._returning.discard(gone.node)
         why = f"it was {gone.state} for longest, and there is room for {self._max_nodes} nodes"
