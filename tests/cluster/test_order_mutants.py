@@ -78,7 +78,8 @@ MUTANTS = [
         "events of an earlier run's number are dropped before anybody knows who lives",
         "cluster/sequence.py",
         "            return self._keep(position, event, _another_run(older))",
-        "            return self._ask(_another_run(older)) if older else self._keep(position, event, _another_run(older))",
+        "            why = _another_run(older)\n"
+        "            return self._ask(why) if older else self._keep(position, event, why)",
         WALKS,
     ),
     Mutant(

@@ -228,7 +228,7 @@ class World:
             if run.number != self.first_believed:
                 assert run.number >= self.newest_token, "healthy by the token of a later run"
         if record.state is NodeState.LEFT and self.token_up and run.up and not run.said_goodbye:
-            # The goodbye, or the end of the token, of an earlier run: until the question about the new token is answered.
+            # By the goodbye or the token of an earlier run, until the question about the new token is answered.
             assert self.observer._nodes[NODE].asking, "left, and nobody asks"  # pyright: ignore[reportPrivateUsage]
 
     def check_end(self) -> None:

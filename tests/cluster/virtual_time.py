@@ -45,7 +45,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.settle()
         while not task.done():
             due = self._next_timer()
-            assert due is not None and due <= until, f"{task} waits for something that does not come"
+            assert due is not None, f"{task} waits for something that does not come"
+            assert due <= until, f"{task} takes more than {within_s:g} s"
             self.advance(max(0.0, due - self._now))
         return task.result()
 

@@ -70,8 +70,8 @@ class CommandTable:
         before = self._fence.term
         if await self._fence.reset(command.term):
             _log.warning(
-                "an operator has set the term back: of masters, term %d is the latest now, and was %d; what was promised "
-                "of later ones is void",
+                "an operator has set the latest term that was heard of back to %d, from %d; what was promised to "
+                "masters of later ones is void",
                 *(command.term, before),
             )
             await self._on_new_term()

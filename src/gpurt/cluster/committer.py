@@ -41,8 +41,8 @@ AGAIN_FIRST_S: Final = 0.2
 AGAIN_LONGEST_S: Final = 5.0
 """Between two attempts to reach a node that is there and does not answer, or has no loader yet."""
 REFUSED_S: Final = 30.0
-"""Between two attempts at a node that refuses for another reason, where nothing is heard of it meanwhile: not everything
-that may have changed is news, free memory least of all."""
+"""Between two attempts at a node that refuses for another reason, where nothing is heard of it meanwhile: that it has
+free memory again is no news."""
 
 _NEWS: Final = frozenset(
     {ChangeKind.NODE_JOINED, ChangeKind.NODE_BACK, ChangeKind.NODE_UPDATED, ChangeKind.NODE_PLACEMENT}
@@ -337,7 +337,7 @@ class PlacementCommitter:
                     _log.warning("node %s refuses plan %s of %s: %s", node, decided.version, instance, answer.message)
                 longest = REFUSED_S
             else:
-                # A node without a loader says when it has one, in this version. For a moment it is nothing to complain of.
+                # A node says when it has a loader, but for older ones. For a moment it is nothing to complain of.
                 if answer.refused and not said and pause >= AGAIN_LONGEST_S:
                     said = True
                     _log.warning(
@@ -352,8 +352,8 @@ class PlacementCommitter:
             pause = AGAIN_FIRST_S if news.is_set() else min(2 * pause, longest)
 
     def _give_up_if_overruled(self, instance: str, decided: _Decided) -> None:
-        """Where every node of the plan has promised to follow a later one, it is not this master's any more. A node that
-        says so alone is only named: it may be wrong, or lie."""
+        """Where every node of the plan has promised to follow a later one, it is not this master's any more. One node
+        that says so is only named: it may lie."""
         overruled = {node for node, each in decided.lacking.items() if each.reason in _OVERRULED}
         if overruled >= decided.parts.keys() and self._decided.get(instance) is decided:
             _log.warning(

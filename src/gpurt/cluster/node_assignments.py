@@ -81,8 +81,8 @@ class NodeAssignments:
         publisher.commands.handle(Withdraw, self._withdraw, on_stale=self._refuse_stale)
 
     def use(self, loader: ShardLoader | None) -> None:
-        """From now on parts are loaded through ``loader``; without one, they are refused. Masters are told, and what could
-        not be loaded before is tried again."""
+        """From now on parts are loaded through ``loader``, also those that could not be loaded before; without one,
+        they are refused. Masters are told."""
         self._loader = loader
         try:
             loop = asyncio.get_running_loop()

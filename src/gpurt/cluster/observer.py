@@ -325,9 +325,8 @@ class ClusterObserver:
             }
         record = self.view.node(name)
         # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
-        first = None if record is None else Epoch.parse(record.epoch)
-        present = first if first in snapshots else min(snapshots)
-        kept = snapshots.pop(present)
+        first = min(snapshots) if record is None else Epoch.parse(record.epoch)
+        kept = snapshots.pop(first if first in snapshots else min(snapshots))
         self.view.node_answered(name, kept.epoch)
         self._remind(self.view.plans_due)
         self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))

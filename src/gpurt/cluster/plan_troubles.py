@@ -209,8 +209,8 @@ def doubt(nodes: Mapping[str, NodeRecord], name: str) -> str | None:
     if named <= latest:
         return None
     return (
-        f"it names term {named}, far beyond {latest}, the latest that counts: no master goes on from there; if it is right, "
-        f"give masters later terms, and if a wrong master has named it, gpurt cluster reset-term {name} --term {latest}"
+        f"it names term {named}, far beyond {latest}, the latest that counts, and no master goes on from there; if a "
+        f"wrong master has told it so: gpurt cluster reset-term {name} --term {latest}"
     )
 
 

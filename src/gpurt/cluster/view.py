@@ -72,8 +72,8 @@ class MasterView:
         self.grace_s = grace_s
         self.clock = clock
         self.ignored: Counter[str] = Counter()
-        """Events not understood: ``unknown_type``, ``malformed``, ``unknown_node``, ``too_many``; and events and snapshots
-        that lie before what is known already: ``stale``."""
+        """Events not understood: ``unknown_type``, ``malformed``, ``unknown_node``, ``too_many``; and events and
+        snapshots that lie before what is known already: ``stale``."""
         self._max_nodes = max_nodes
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
@@ -369,8 +369,8 @@ class MasterView:
         self._enter_left(record)
 
     def _enter_left(self, record: NodeRecord) -> None:
-        """By its goodbye, or by the end of its token, or by both in either order. The token does not say of which run it
-        was, so that its end holds only until there is a token again."""
+        """By its goodbye, or by the end of its token, or by both in either order. The token does not say of which run
+        it was, so that its end holds only until there is a token again."""
         if record.state is not NodeState.LEFT:
             self._enter(record, NodeState.LEFT, ChangeKind.NODE_LEFT, "it said goodbye")
 
@@ -444,7 +444,7 @@ class MasterView:
 
 
 def _before(snapshot: NodeSnapshot, known: NodeRecord, *, sole: bool) -> bool:
-    """The snapshot was taken before what is known of its node. Runs are told apart by who lives, where that is known."""
+    """The snapshot was taken before what is known of its node. Who lives is the present run, where that is known."""
     if snapshot.epoch == known.epoch:
         return snapshot.seq < known.seq
     return not sole and snapshot.position.epoch < Epoch.parse(known.epoch)
