@@ -1,4 +1,5 @@
-"""Small wrong versions of what orders a node's words: the random orders find every one of them."""
+"""Small wrong versions of what orders a node's words, and of what has commits finish: the random orders and the cases
+of a commit find every one of them."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tests.mutants.mutants import Mutant
 SOURCE = Path(gpurt.__file__).parent
 ROOT = Path(__file__).parents[2]
 WALKS = "thousand_random or the_last_answer or counts_from_1"
+COMMITS = "whatever_goes_wrong and not every_case"
 
 MUTANTS = [
     Mutant(
@@ -83,6 +85,48 @@ MUTANTS = [
         WALKS,
     ),
     Mutant(
+        "a node that refuses its part after the decision is not asked again",
+        "cluster/committer.py",
+        "            undone = [node for node, answer in activated.items() if not answer.accepted]\n",
+        "            undone = result.unconfirmed\n",
+        COMMITS,
+    ),
+    Mutant(
+        "a node without a loader is asked once",
+        "cluster/committer.py",
+        "            if answer.refused and answer.reason is not Refusal.NO_LOADER:\n",
+        "            if answer.refused:\n                return\n            if False:\n",
+        COMMITS,
+    ),
+    Mutant(
+        "a node that follows is still named",
+        "cluster/committer.py",
+        "        known = decided.lacking.pop(node, None)\n",
+        "        known = decided.lacking.get(node)\n",
+        COMMITS,
+    ),
+    Mutant(
+        "a node that holds nothing of the plan is not missed by observers",
+        "cluster/plan_troubles.py",
+        '            return f"{why}, and is draining" if record.draining else why\n',
+        "            return None\n",
+        COMMITS,
+    ),
+    Mutant(
+        "what is wrong about plans is looked at when something else is due",
+        "cluster/view.py",
+        "        return plans if due is None or (plans is not None and plans < due) else due\n",
+        "        return due\n",
+        COMMITS,
+    ),
+    Mutant(
+        "a plan that was called off is followed",
+        "cluster/committer.py",
+        "        if conflict is not None or not all(answer.accepted for answer in offered.values()):\n",
+        "        if conflict is not None:\n",
+        COMMITS,
+    ),
+    Mutant(
         "healthy without a token",
         "cluster/view.py",
         "        up = snapshot.node in self._up\n",
@@ -98,7 +142,8 @@ def _run(package_parent: Path, where: str) -> subprocess.CompletedProcess[str]:
         f"assert pathlib.Path(gpurt.__file__).is_relative_to({str(package_parent)!r}), gpurt.__file__\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    arguments = ["tests/cluster/test_view_orders.py", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-n", "0"]
+    files = ["tests/cluster/test_view_orders.py", "tests/cluster/test_commit_finishes.py"]
+    arguments = [*files, "-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-n", "0"]
     return subprocess.run(
         [sys.executable, "-c", code, *arguments, "--show-capture=no", "-m", "not slow", "-k", where],
         cwd=ROOT,

@@ -36,7 +36,7 @@ class ReadingsBoard:
         self._engine = engine
         self._clock = clock
         self._heard: dict[str, dict[str, tuple[float, DeviceReadings]]] = {}
-        self._runs: dict[str, tuple[Epoch, float]] = {}
+        self._runs: dict[str, tuple[str, float]] = {}
         """Which run of a node these are of, and when it was heard last."""
         self._stop: Callable[[], Awaitable[None]] | None = None
         self._feeds: weakref.WeakSet[ReadingsFeed] = weakref.WeakSet()
@@ -81,19 +81,18 @@ class ReadingsBoard:
     def _take(self, node: str, payload: bytes) -> None:
         try:
             told = decode_readings(payload, node=node)
-            epoch = Epoch.parse(told.epoch)
-        except (MalformedEvent, InvalidName) as exc:
+        except MalformedEvent as exc:
             self.refused += 1
             _log.warning("ignored: %s", exc)
             return
         now = self._clock()
         run = self._runs.get(node)
-        if run is not None and run[0] != epoch:
-            if epoch < run[0] and now - run[1] < SILENT_S:
+        if run is not None and run[0] != told.epoch:
+            if _earlier(told.epoch, run[0]) and now - run[1] < SILENT_S:
                 self.stale += 1
                 return
             self.forget(node)  # another run of the node: what an earlier one told is over
-        self._runs[node] = epoch, now
+        self._runs[node] = told.epoch, now
         heard = self._heard.pop(node, {})  # to the end: the first is the one that has been silent for longest
         for each in told.devices:
             if each.device in heard or len(heard) < MAX_DEVICES:
@@ -107,6 +106,13 @@ class ReadingsBoard:
     def _values(self, node: str) -> Mapping[str, DeviceReadings]:
         """What a node has told, without ages."""
         return {key: each.model_copy(update={"age_s": 0.0}) for key, (_, each) in self._heard.get(node, {}).items()}
+
+
+def _earlier(epoch: str, known: str) -> bool:
+    try:
+        return Epoch.parse(epoch) < Epoch.parse(known)
+    except InvalidName:
+        return False  # no node of ours: it has no order, and the latest word counts
 
 
 class ReadingsFeed:
