@@ -230,6 +230,18 @@ async def test_a_device_that_is_back_gets_its_part(
     await cluster.loaded("n1", v(1))
 
 
+async def test_a_node_that_is_gone_is_named_until_it_is_back(cluster: Cluster) -> None:  # noqa: F811
+    one = await cluster.node("n1")
+    assert (await cluster.committer.commit(plan(("n1/GPU-n1-0", 0, 4)), v(1))).committed
+    await cluster.loaded("n1", v(1))
+    await one.stop()
+    await until(lambda: "n1" in cluster.committer.not_following("llama"), "it is named")
+    assert cluster.committer.not_following("llama")["n1"].message == "the node is left"
+    await cluster.node("n1")
+    await until(lambda: cluster.committer.not_following("llama") == {}, "it is back")
+    await cluster.loaded("n1", v(1))
+
+
 # What observers make of what nodes say
 
 

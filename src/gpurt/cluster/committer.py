@@ -44,13 +44,25 @@ REFUSED_S: Final = 30.0
 """Between two attempts at a node that refuses for another reason, where nothing is heard of it meanwhile: that it has
 free memory again is no news."""
 
-_NEWS: Final = frozenset(
-    {ChangeKind.NODE_JOINED, ChangeKind.NODE_BACK, ChangeKind.NODE_UPDATED, ChangeKind.NODE_PLACEMENT}
+_MAY_LOAD: Final = frozenset(
+    {
+        ChangeKind.NODE_JOINED,
+        ChangeKind.NODE_BACK,
+        ChangeKind.DEVICE_ADDED,
+        ChangeKind.DEVICE_HEALTH,
+        ChangeKind.DEVICE_REMOVED,
+    }
 )
-_DEVICE_NEWS: Final = frozenset({ChangeKind.DEVICE_ADDED, ChangeKind.DEVICE_HEALTH, ChangeKind.DEVICE_REMOVED})
-_GONE: Final = frozenset({ChangeKind.NODE_SUSPECT, ChangeKind.NODE_LOST, ChangeKind.NODE_LEFT})
-_MAY_LOAD: Final = _DEVICE_NEWS | {ChangeKind.NODE_JOINED, ChangeKind.NODE_BACK}
 """News after which a part that could not be loaded may be."""
+_NEWS: Final = _MAY_LOAD | {
+    ChangeKind.NODE_UPDATED,
+    ChangeKind.NODE_PLACEMENT,
+    ChangeKind.NODE_SUSPECT,
+    ChangeKind.NODE_LOST,
+    ChangeKind.NODE_LEFT,
+    ChangeKind.NODE_FORGOTTEN,
+}
+"""News after which a node may follow a plan that it did not follow, or the other way round."""
 _OVERRULED: Final = frozenset({Refusal.STALE_TERM, Refusal.STALE_VERSION})
 
 _log = logging.getLogger("gpurt.cluster.committer")
@@ -229,12 +241,8 @@ class PlacementCommitter:
             self._check(group, self._view.snapshot().nodes)
         elif change.node is None or change.minor:
             return
-        elif change.kind in _NEWS or change.kind in _DEVICE_NEWS:
+        elif change.kind in _NEWS:
             self._check(group, (change.node,), change.kind)
-        elif change.kind in _GONE:
-            for instance, decided in self._decided.items():
-                if change.node in decided.parts:
-                    self._note(instance, decided, change.node, f"the node is {self._state(change.node)}", None)
 
     async def _check_due(self, group: asyncio.TaskGroup) -> None:
         """Nodes that a commit has left without their part; no news of them need come."""
@@ -256,6 +264,8 @@ class PlacementCommitter:
                 task = group.create_task(work, name=f"gpurt-cluster-assign-{node}")
                 self._sending[instance, node] = _Sending(task, heard)
                 task.add_done_callback(partial(self._sent, (instance, node)))
+            elif node in decided.parts and (state := self._state(node)) is not NodeState.HEALTHY:
+                self._note(instance, decided, node, f"the node is {state or 'not known any more'}", None)
             elif failed is not None:
                 self._note(instance, decided, node, f"it could not load its part: {failed}", None)
             elif self._follows(node, instance, decided):
