@@ -99,6 +99,8 @@ class Commit:
         self.tasks = [self.watcher.task]
         self.seen = itertools.count()
         self.crashed = False
+        self.accepted: set[str] = set()
+        """Nodes whose acceptance of the offer has come to the master."""
         for name in PARTS:
             loop.complete(self.start(name, "present"))
         self.new_master()
@@ -132,7 +134,8 @@ class Commit:
         await self.start(name, self.case.loader)
 
     async def _command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
-        number = next(self.seen) if json.loads(payload)["step"] in ("offer", "activate") else -1
+        step = json.loads(payload)["step"]
+        number = next(self.seen) if step in ("offer", "activate") else -1
         await self._at(number, "before")
         if self.case.lost == (number, "request"):
             await asyncio.sleep(timeout)
@@ -142,6 +145,8 @@ class Commit:
         if self.case.lost == (number, "answer"):
             await asyncio.sleep(timeout)
             raise NoAnswer("the answer was lost")
+        if step == "offer" and json.loads(answer)["accepted"]:
+            self.accepted.add(node)
         return answer
 
     async def _at(self, number: int, side: str) -> None:
@@ -193,6 +198,7 @@ class Commit:
                 assert troubles == (), "nothing is wrong"
         if outcome is None:
             return
+        assert outcome.committed == (self.accepted == PARTS.keys()), "decided without everybody, or not with everybody"
         if not outcome.committed:
             assert holds == set(), "a plan that was called off is followed"
             assert self.committer.not_following("llama") == {}

@@ -92,13 +92,6 @@ MUTANTS = [
         COMMITS,
     ),
     Mutant(
-        "a node without a loader is asked once",
-        "cluster/committer.py",
-        "            if answer.refused and answer.reason is not Refusal.NO_LOADER:\n",
-        "            if answer.refused:\n                return\n            if False:\n",
-        COMMITS,
-    ),
-    Mutant(
         "a node that follows is still named",
         "cluster/committer.py",
         "        known = decided.lacking.pop(node, None)\n",
