@@ -167,6 +167,7 @@ class ClusterObserver:
             case NodeUp():
                 known.up = True
                 known.tokens += 1
+                known.sequence.another_token()
                 self.view.node_up(item.node)
                 self._want(item.node, known, Resync.JOINED)
             case NodeDown():

@@ -174,6 +174,11 @@ class NodeSequence(Generic[E, S]):
             return self._gap_stays()
         return Step()
 
+    def another_token(self) -> None:
+        """A process shows its token: a snapshot that is held back may be of the run before, and another one is asked
+        for."""
+        self._held = None
+
     def refuse(self, epoch: Epoch) -> None:
         """Ignore the events of this run: it is another process under the same name. Until its snapshot comes."""
         if epoch not in self._refused:
