@@ -1,4 +1,4 @@
-"""``gpurt cluster``: the certificates of a cluster."""
+"""``gpurt cluster``: the certificates of a cluster, and what an operator alone may do to its nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from gpurt.cli import reset_term
 
 FOLDER: Final = "gpurt-cluster"
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
@@ -44,9 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     revoke = commands.add_parser("revoke", help="let a name say and hear nothing any more")
     revoke.add_argument("name", metavar="NAME")
     _add_folder(revoke)
+    reset_term.add_arguments(
+        commands.add_parser("reset-term", help="have nodes follow masters of earlier terms again, after a wrong one")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "reset-term":
+        return reset_term.run(args)
     actions: dict[str, Callable[[argparse.Namespace], str]] = {"init": _init, "enrol": _enrol, "revoke": _revoke}
     sys.stdout.write(actions[args.action](args))
     return 0

@@ -51,7 +51,8 @@ def cluster_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="cluster")
+    wrong = "\n".join(printable(each.message, MAX_LINE) for each in snapshot.plan_troubles)
+    table = Table(title="cluster", caption=Text(wrong, style="red") if wrong else None)
     if compact:
         for heading in ("node", "state", "name", "usable / total", "health"):
             # Where there is too little room, the name alone gives way.

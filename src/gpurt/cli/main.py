@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "worker": ("gpurt.cli.worker", "run a worker node: publish this machine's devices to a master"),
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
     "hub": ("gpurt.cli.hub", "run a hub without a master: where masters and workers connect"),
-    "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster: its authority, its hub, its nodes"),
+    "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster, and set the term of its nodes back"),
     "drain": ("gpurt.cli.drain", "take a node of a cluster out of new placements, or let it take part again"),
     "links": ("gpurt.cli.links_command", "the ways between the nodes of a cluster: round trip and bandwidth"),
     "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),

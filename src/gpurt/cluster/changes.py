@@ -32,6 +32,12 @@ class ChangeKind(StrEnum):
     DEVICE_REMOVED = "device_removed"
     CONFLICT = "conflict"
     CONFLICT_OVER = "conflict_over"
+    PLAN_TROUBLE = "plan_trouble"
+    """Nodes follow a plan only in part, or two plans at once; also when others are concerned than before. Of no one
+    node."""
+    PLAN_TROUBLE_OVER = "plan_trouble_over"
+    TERM_DOUBTED = "term_doubted"
+    """A node names a term that does not count, because no other names one near it."""
     MISSED = "missed"
     """This consumer was too slow: look at ``view.snapshot()`` again."""
 

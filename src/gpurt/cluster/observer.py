@@ -27,8 +27,10 @@ from gpurt.cluster.bus import (
     StateReply,
 )
 from gpurt.cluster.envelope import Envelope, decode
+from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusClosed, BusUnavailable, MalformedEvent
 from gpurt.cluster.groups import single
+from gpurt.cluster.records import NodeState
 from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
 from gpurt.cluster.state import NodeSnapshot, decode_snapshot
 from gpurt.cluster.view import MAX_NODES, MasterView
@@ -60,6 +62,8 @@ _Step = Step[Envelope, NodeSnapshot]
 class _Node:
     sequence: NodeSequence[Envelope, NodeSnapshot]
     up: bool = False
+    tokens: int = 0
+    """How often a token of it has come: an answer to a question of before may be of an earlier run."""
     wanted: Resync | None = None
     """A snapshot is wanted; asked for as soon as a question may be put."""
     asking: bool = False
@@ -162,6 +166,8 @@ class ClusterObserver:
                 self._want(item.node, known, Resync.OVERFLOW)
             case NodeUp():
                 known.up = True
+                known.tokens += 1
+                known.sequence.another_token()
                 self.view.node_up(item.node)
                 self._want(item.node, known, Resync.JOINED)
             case NodeDown():
@@ -194,6 +200,7 @@ class ClusterObserver:
                 self._on_event(event)
         if step.resync is not None:
             self._want(name, known, step.resync)
+        self._remind(self.view.plans_due)
         self._remind(known.sequence.deadline)
 
     def _known(self, name: str) -> _Node | None:
@@ -264,15 +271,20 @@ class ClusterObserver:
             while (reason := known.wanted) is not None:
                 known.wanted = None
                 self.resyncs[reason] += 1
+                tokens = known.tokens
                 try:
                     async with self._questions:
+                        known.sequence.question()
                         replies = await self._engine.snapshot(name, timeout=self._snapshot_timeout_s)
                 except BusClosed:
                     return
                 except BusUnavailable as exc:
                     _log.warning("node %s could not be asked for its snapshot: %s", name, exc)
                     replies = ()
-                if self._answered(name, known, replies, reason):
+                if tokens != known.tokens and self._not_there(name):
+                    # Its token came after the question: the answer may be the last word of the run before.
+                    known.wanted = known.wanted or Resync.JOINED
+                elif self._answered(name, known, replies, reason):
                     pause = SPACING_S
                 elif known.up:
                     known.wanted = known.wanted or reason
@@ -288,8 +300,12 @@ class ClusterObserver:
             known.next_check = self.view.clock() + interval
             self._remind(known.next_check)
 
+    def _not_there(self, name: str) -> bool:
+        record = self.view.node(name)
+        return record is not None and record.state is not NodeState.HEALTHY
+
     def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
-        snapshots: dict[str, NodeSnapshot] = {}
+        snapshots: dict[Epoch, NodeSnapshot] = {}
         for reply in replies:
             try:
                 snapshot = decode_snapshot(reply.payload, node=name)
@@ -297,18 +313,27 @@ class ClusterObserver:
                 self.rejected["malformed_snapshot"] += 1
                 _log.warning("ignored: %s", exc)
             else:
-                snapshots[snapshot.epoch] = snapshot
+                epoch, seq = snapshot.position
+                if epoch not in snapshots or seq > snapshots[epoch].seq:
+                    snapshots[epoch] = snapshot
         if not snapshots:
             return False
+        ended = self.view.goodbye(name)
+        if ended is not None and len(snapshots) > 1:
+            # A run that has just said goodbye may still answer beside the one that follows it.
+            snapshots = {
+                epoch: each for epoch, each in snapshots.items() if epoch != ended.epoch or each.seq > ended.seq
+            }
         record = self.view.node(name)
         # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
-        kept = snapshots.get(record.epoch if record else "") or snapshots[min(snapshots)]
+        first = min(snapshots) if record is None else Epoch.parse(record.epoch)
+        kept = snapshots.pop(first if first in snapshots else min(snapshots))
         self.view.node_answered(name, kept.epoch)
+        self._remind(self.view.plans_due)
         self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))
         for epoch, snapshot in snapshots.items():
-            if epoch != kept.epoch:
-                known.sequence.refuse(snapshot.position.epoch)
-                self.view.report_conflict(snapshot)
-        if len(snapshots) == 1:
+            known.sequence.refuse(epoch)
+            self.view.report_conflict(snapshot)
+        if not snapshots:
             self.view.end_conflict(name)
         return True

@@ -95,6 +95,8 @@ class NodeSequence(Generic[E, S]):
     """A snapshot has been asked for and has not come: one request, not one per event."""
     _held: _Held[S] | None = None
     _refused: tuple[Epoch, ...] = ()
+    _doubted: frozenset[Epoch] = frozenset()
+    """Other runs whose events were here when the question that is under way was put."""
 
     @property
     def deadline(self) -> float | None:
@@ -112,11 +114,12 @@ class NodeSequence(Generic[E, S]):
             return Step()
         if current is None:
             return self._keep(position, event, Resync.JOINED)
-        if position.epoch < current.epoch:
-            self.counters.stale += 1
-            return self._ask(Resync.OLD_EPOCH)
-        if position.epoch > current.epoch:
-            return self._keep(position, event, Resync.NEW_EPOCH)
+        if position.epoch != current.epoch:
+            # Kept also where the run is an earlier one by its number: a node that has lost its registry counts from 1
+            # again, and only its answer tells it from a message that is late.
+            older = position.epoch < current.epoch
+            self.counters.stale += older
+            return self._keep(position, event, _another_run(older))
         if position.seq <= current.seq or position in self._waiting:
             self.counters.duplicates += 1
             return Step()
@@ -134,6 +137,11 @@ class NodeSequence(Generic[E, S]):
             return self._gap_stays()
         return Step()
 
+    def question(self) -> None:
+        """A snapshot is asked for now. A run that is not the one that answers has ended before it could: of it, nothing
+        that is here already counts any more. What comes of another run from now on makes the next question."""
+        self._doubted = frozenset(position.epoch for position in self._waiting)
+
     def snapshot(self, position: Position, snapshot: S, *, patient: bool = False) -> Step[E, S]:
         """A snapshot has come, from the only live process of that name: so its epoch is the present one, whatever
         the order of epochs says.
@@ -143,6 +151,9 @@ class NodeSequence(Generic[E, S]):
         """
         current = self.position
         self._asked = False
+        ended, self._doubted = self._doubted - {position.epoch}, frozenset()
+        if ended:
+            self._waiting = {key: event for key, event in self._waiting.items() if key.epoch not in ended}
         if current is not None and current.epoch == position.epoch:
             if position.seq < current.seq:
                 return self._settle(())  # taken before events that are applied already
@@ -162,6 +173,11 @@ class NodeSequence(Generic[E, S]):
         if self._gap_deadline is not None and self._gap_deadline <= now:
             return self._gap_stays()
         return Step()
+
+    def another_token(self) -> None:
+        """A process shows its token: a snapshot that is held back may be of the run before, and another one is asked
+        for."""
+        self._held = None
 
     def refuse(self, epoch: Epoch) -> None:
         """Ignore the events of this run: it is another process under the same name. Until its snapshot comes."""
@@ -203,8 +219,10 @@ class NodeSequence(Generic[E, S]):
         self._refused = tuple(epoch for epoch in self._refused if epoch != position.epoch)
         self._held = None
         self.counters.snapshots += 1
-        # Events of a later run wait for that run's snapshot; of the runs before, nothing counts any more.
-        self._waiting = {key: event for key, event in self._waiting.items() if key > position}
+        # Events of another run wait for that run's snapshot, which is asked for next.
+        self._waiting = {
+            key: event for key, event in self._waiting.items() if key.epoch != position.epoch or key.seq > position.seq
+        }
         step = self._settle(self._drain())
         return Step(snapshot=snapshot, events=step.events, resync=step.resync)
 
@@ -225,8 +243,13 @@ class NodeSequence(Generic[E, S]):
         self._gap_deadline = None
         resync = None
         if self._waiting:
-            if max(self._waiting).epoch > self.position.epoch:
-                resync = self._ask(Resync.NEW_EPOCH).resync
-            else:
+            epochs = {position.epoch for position in self._waiting}
+            if self.position.epoch in epochs:
                 self._gap_deadline = self.clock() + self.gap_wait_s
+            if others := epochs - {self.position.epoch}:
+                resync = self._ask(_another_run(max(others) < self.position.epoch)).resync
         return Step(events=events, resync=resync)
+
+
+def _another_run(older: bool) -> Resync:
+    return Resync.OLD_EPOCH if older else Resync.NEW_EPOCH
