@@ -26,7 +26,7 @@ def build_instance(
     chosen = most_useful(model, kept, members, constraints)
     if chosen is not None:
         kept = [kept[index] for index in chosen]
-        links = topology.dense(kept)
+        links = links.of(chosen)
         members = classes_of(kept, links, constraints)
     layers = LayerSums(model, constraints, kept)
     units, complete = units_of(model, kept, members, constraints)

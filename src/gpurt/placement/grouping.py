@@ -16,9 +16,9 @@ from gpurt.placement.instance import Unit
 from gpurt.placement.spec import LayerSpec, ModelSpec
 from gpurt.placement.topology import LinkMatrix
 
-UNIT_LIMIT: Final = 3000
+UNIT_LIMIT: Final = 2000
 """Above this many units, of unlike devices only neighbours in size make a group: see ``Instance.complete``. There are
-tables of unit by unit, and those of so many are made in half a second."""
+tables of unit by unit, and those of so many are made in a third of a second."""
 
 
 def filter_devices(
