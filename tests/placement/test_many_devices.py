@@ -1,4 +1,4 @@
-"""Thousands of devices of one node: what is alike is found, and what is unlike is bounded, by counts and not by time."""
+"""Thousands of devices of one node: what is alike is found, what is unlike is bounded, by counts and not by time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpurt.placement import ConstraintSatisfactionPlacement, Constraints, ModelSpec, PlacementDevice, Topology
+from gpurt.placement import Constraints, ConstraintSatisfactionPlacement, ModelSpec, PlacementDevice, Topology
 from gpurt.placement.building import build_instance
 from gpurt.placement.constraints import Pin
 from gpurt.placement.grouping import UNIT_LIMIT, classes_of

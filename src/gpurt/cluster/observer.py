@@ -29,6 +29,7 @@ from gpurt.cluster.bus import (
 from gpurt.cluster.envelope import Envelope, decode
 from gpurt.cluster.errors import BusClosed, BusUnavailable, MalformedEvent
 from gpurt.cluster.groups import single
+from gpurt.cluster.log_limit import LimitedLog
 from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
 from gpurt.cluster.state import NodeSnapshot, decode_snapshot
 from gpurt.cluster.view import MAX_NODES, MasterView
@@ -99,6 +100,7 @@ class ClusterObserver:
         self._next = float("inf")
         """When the clocks have something to do next, at the earliest."""
         self._jitter = random.Random()
+        self._warnings = LimitedLog(_log, clock=view.clock)
 
     def counters(self, node: str) -> Counters:
         """What became of the events of ``node``; all 0 for one that was never seen."""
@@ -156,7 +158,7 @@ class ClusterObserver:
                 self._event(item, known)
             case EventRefused():
                 self.rejected["oversized"] += 1
-                _log.warning("ignored: event of node %s of %d bytes", item.node, item.size_bytes)
+                self._warnings.warning(item.node, "ignored: event of node %s of %d bytes", item.node, item.size_bytes)
             case EventsDropped():
                 self.dropped += 1
                 self._want(item.node, known, Resync.OVERFLOW)
@@ -172,15 +174,17 @@ class ClusterObserver:
 
     def _event(self, item: EventReceived, known: _Node) -> None:
         try:
-            event = decode(item.payload, node=item.node)
+            event = decode(item.payload, node=item.node, refusals=self.view.refusals)
         except MalformedEvent as exc:
             # Its position is unknown. If it had one, the next event shows a hole, and a snapshot closes that.
             self.rejected["malformed"] += 1
-            _log.warning("ignored: %s", exc)
+            self._warnings.warning(item.node, "ignored: %s", exc)
             return
         step = known.sequence.event(event.position, event)
         if step.resync is Resync.OLD_EPOCH:  # once, until the node has answered: a whole run may be repeated
-            _log.warning("ignored: event %s, which is of an earlier run of the node", event.id[:200])
+            self._warnings.warning(
+                item.node, "ignored: event %s, which is of an earlier run of the node", event.id[:200]
+            )
         self._do(item.node, known, step)
 
     def _do(self, name: str, known: _Node, step: _Step) -> None:
@@ -292,10 +296,10 @@ class ClusterObserver:
         snapshots: dict[str, NodeSnapshot] = {}
         for reply in replies:
             try:
-                snapshot = decode_snapshot(reply.payload, node=name)
+                snapshot = decode_snapshot(reply.payload, node=name, refusals=self.view.refusals)
             except MalformedEvent as exc:
                 self.rejected["malformed_snapshot"] += 1
-                _log.warning("ignored: %s", exc)
+                self._warnings.warning(name, "ignored: %s", exc)
             else:
                 snapshots[snapshot.epoch] = snapshot
         if not snapshots:

@@ -8,7 +8,6 @@ from itertools import chain, combinations_with_replacement, islice
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.devices import PlacementDevice

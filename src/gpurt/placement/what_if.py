@@ -41,8 +41,8 @@ def what_ifs(
 ) -> tuple[WhatIf, ...]:
     """Twice the memory everywhere, links twice as fast, half of the context: the greatest gain first.
 
-    Blocks for up to ``time_budget`` seconds for each. A change whose plan was not found in that time is left out, as are
-    those that come after ``cancelled()`` became true.
+    Blocks for up to ``time_budget`` seconds for each. A change whose plan was not found in that time is left out, and
+    so are all after ``cancelled()`` became true.
 
     Raises: InvalidPlacementInput, where an argument is of another kind.
     """

@@ -1,0 +1,624 @@
+"""The one door for what nodes say: every message is read into records whose every value is within limits.
+
+What passes can be shown on a terminal, summed, written as strict JSON and planned on by everything behind. A value that
+does not pass costs its field where a record can do without it, else the smallest record that it belongs to (a device, a
+link, a reading), else the message; never another node's. It is counted by node and field (:class:`Refusals`).
+
+The limits stand in :data:`NUMBERS`, :data:`TEXTS` and :data:`LENGTHS`, by the names of fields. They are worked into
+the schemas that pydantic has made of the records, so that an ordinary message is read and checked in one pass of native
+code, and only one that something is wrong with is looked at by Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator, from_json
+
+from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.printable import printable
+from gpurt.types import Telemetry
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Range(NamedTuple):
+    """Least and greatest value, both allowed."""
+
+    least: float
+    most: float
+
+
+BYTES: Final = Range(0, 1 << 53)
+"""Up to 8 PiB, twenty thousand times the largest device: to here every reader of JSON tells a byte from the next, and
+placement counts no further."""
+COUNT: Final = Range(0, (1 << 31) - 1)
+RATE: Final = Range(0, 1e6)
+"""GB/s and TFLOPS: a hundred times the fastest device."""
+
+NUMBERS: Final[Mapping[str, Range]] = {
+    "memory_bytes": BYTES,
+    "memory_available": BYTES,
+    "memory_usable_bytes": BYTES,
+    "memory_total_bytes": BYTES,
+    "memory_used_bytes": BYTES,
+    "memory_free_bytes": BYTES,
+    "memory_reserved_bytes": BYTES,
+    "bytes": BYTES,
+    "short_bytes": BYTES,
+    "clock_rate_mhz": Range(0, 1e6),
+    "clock_mhz": Range(0, 1e6),
+    "bandwidth_gbps": RATE,
+    "to_device_gbps": RATE,
+    "from_device_gbps": RATE,
+    "memory_gbps": RATE,
+    "load_gbps": RATE,
+    "load_together_gbps": RATE,
+    "fp32_tflops": RATE,
+    "bf16_tflops": RATE,
+    # Linux writes -1 for "no node".
+    "numa_node": Range(-1, 1 << 16),
+    # 32 bits on Windows, 22 on Linux.
+    "pid": Range(0, (1 << 32) - 1),
+    # A probe is given up after minutes.
+    "elapsed_ms": Range(0, 1e9),
+    # Above absolute zero, and below what melts silicon.
+    "temperature_c": Range(-273.15, 1e4),
+    # A rack draws a tenth.
+    "power_w": Range(0, 1e6),
+    "utilization_percent": Range(0, 100),
+    # Ten years.
+    "age_s": Range(0, 3.2e8),
+    # An hour. A way that takes longer is none.
+    "round_trip_s": Range(0, 3600),
+    # Bytes/s. Placement divides by it; the upper end is a thousand times the fastest wire.
+    "bandwidth": Range(1, 1e15),
+    "samples": Range(1, 1 << 53),
+    # Nanoseconds since 1970, by which some elect masters, fit until 2262; the half above stays free, so that behind
+    # whatever a node has heard of there is a later term.
+    "term": Range(0, (1 << 63) - 1),
+    # Counts the plans of one term. Behind it there must be room, too.
+    "n": Range(0, 1 << 53),
+    # 64 bits, as their own checks have them.
+    "seq": Range(0, (1 << 64) - 1),
+    "start": COUNT,
+    "end": COUNT,
+    "schema_version": COUNT,
+    "compute_units": COUNT,
+    "tensor_core_count": COUNT,
+    "max_threads_per_block": COUNT,
+}
+"""By field. A number without an entry is a COUNT."""
+
+MAX_WORD: Final = 256
+"""Characters of a name, a key, a path or a code: as many as a certificate's or a file's name has. None that cannot be
+printed, because a key that was changed would be another key."""
+MAX_TEXT: Final = 2048
+"""Characters of a text for people: a driver's error with its reason. A longer one is cut; what would move a cursor is
+shown instead (``\\x1b``), and several lines become one."""
+TEXTS: Final = frozenset(
+    {
+        "name", "state_reason", "message", "hint", "hostname", "system", "python", "reason", "refused", "unkept",
+        "driver_version", "backend_name", "compute_capability", "memory_usable_source", "notes", "unavailable",
+        "failed",
+    }
+)  # fmt: skip
+"""Fields for people, and lists and maps of such. All other text is words."""
+WORDS: Final[Mapping[str, int]] = {"id": 1024, "source": 1024, "type": 1024, "subject": 1024, "endpoint": 512}
+"""Characters of words that may be longer."""
+
+LENGTHS: Final[Mapping[str, int]] = {
+    "gpu_devices": 4096,
+    # Backends that a machine was searched with; there are twenty.
+    "reports": 256,
+    "device_ids": 4096,
+    "backends": 64,
+    "notes": 64,
+    # Devices that one message has readings of: 64 in those that gpurt sends.
+    "devices": 1024,
+    "unavailable": 64,
+    "shards": 64,
+    "resident": 1024,
+    "measured": 1024,
+    "failed": 1024,
+}
+"""Entries of lists and maps, by field. What is too long is cut."""
+MAX_ENTRIES: Final = 1024
+"""Where a field has no entry."""
+
+TIMES: Final = (datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC))
+"""Within these a time can be told in every time zone. A node's clock may be as wrong as it likes."""
+
+MAX_DEPTH: Final = 64
+"""Of lists and objects in each other, in what this version does not know: what it does know has eight."""
+MAX_FAULTS: Final = 8192
+"""Wrong values in one message, past which nothing of it is kept: each device of a node may have two."""
+_ROUNDS: Final = 4
+"""What was mended may show another fault."""
+
+
+class Refusals:
+    """What was refused, by node and field. For one observer, on its loop.
+
+    Args:
+        clock: monotonic seconds.
+        max_nodes: those whose last refusal is longest ago are forgotten; :attr:`total` and :attr:`by_field` are not.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_nodes: int = 4096) -> None:
+        self.by_field: Counter[str] = Counter()
+        """Of all nodes, those that are forgotten included. Fields are those of this version's records."""
+        self._nodes: OrderedDict[str, Counter[str]] = OrderedDict()
+        self._max_nodes = max_nodes
+        self._log = LimitedLog(logging.getLogger("gpurt.cluster.observer"), clock=clock)
+
+    @property
+    def total(self) -> int:
+        return self.by_field.total()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those of which something was refused."""
+        return tuple(self._nodes)
+
+    def of(self, node: str) -> Mapping[str, int]:
+        """How often each field of ``node`` was refused; empty: never."""
+        return self._nodes.get(node, {})
+
+    def add(self, node: str, faults: Mapping[str, int]) -> None:
+        if not faults:
+            return
+        known = self._nodes.setdefault(node, Counter())
+        self._nodes.move_to_end(node)
+        if len(self._nodes) > self._max_nodes:
+            self._nodes.popitem(last=False)
+        known.update(faults)
+        self.by_field.update(faults)
+        fields = ", ".join(f"{field} ({count}×)" for field, count in Counter(faults).most_common(5))  # noqa: RUF001
+        self._log.warning(
+            node, "node %s: values beyond all limits were refused: %s; gpurt top --json counts them", node, fields
+        )
+
+
+class MessageReader(Generic[M]):
+    """Reads one kind of record.
+
+    Args:
+        model: what comes out.
+        what: "readings", for messages: "readings of node w1: …".
+        whole: nothing of it is left out: it is taken as it is, or not at all.
+    """
+
+    def __init__(self, model: type[M], what: str, *, whole: bool = False) -> None:
+        self._model, self.what, self._whole = model, what, whole
+
+    @cached_property
+    def _validator(self) -> SchemaValidator:
+        schema = cast("dict[str, Any]", self._model.__pydantic_core_schema__)
+        known = {"type": "definitions", "schema": _bounded(schema, ""), "definitions": [_JSON]}
+        with _without_their_own(_models_of(schema)):
+            return SchemaValidator(cast("Any", known))
+
+    @cached_property
+    def _shape(self) -> _Shape:
+        return _shape_of(cast("dict[str, Any]", self._model.__pydantic_core_schema__), "", "")
+
+    def read(self, payload: bytes, node: str | None, refusals: Refusals | None = None) -> M:
+        """The record in ``payload``, which is JSON.
+
+        Raises:
+            MalformedEvent: it is none, or nothing of it can be kept.
+        """
+        if plain(payload):
+            try:
+                return self._validator.validate_json(payload)
+            except ValidationError:
+                pass  # what follows says it better, or mends it
+        return self.parse(strict_json(payload, self._named(node)), node, refusals)
+
+    def parse(self, document: object, node: str | None, refusals: Refusals | None = None) -> M:
+        """The record in plain JSON values, which are left as they are.
+
+        Raises:
+            MalformedEvent: as of ``read``.
+        """
+        faults: Counter[str] = Counter()
+        try:
+            return self._mended(self._cleaned(document, faults), node, faults)
+        finally:
+            if refusals is not None and node is not None:
+                refusals.add(node, faults)
+
+    def clean(self, document: object, node: str | None, refusals: Refusals | None = None) -> Any:
+        """A copy of plain JSON values in which every text that this record has can be printed; the rest is not looked
+        at."""
+        faults: Counter[str] = Counter()
+        cleaned = self._cleaned(document, faults)
+        if refusals is not None and node is not None:
+            refusals.add(node, faults)
+        return cleaned
+
+    def _cleaned(self, document: object, faults: Counter[str]) -> Any:
+        try:
+            return _clean(document, self._shape, faults)
+        except RecursionError:
+            raise MalformedEvent(f"{self.what}: lists or objects in each other, too deep to be read") from None
+
+    def _mended(self, document: Any, node: str | None, faults: Counter[str]) -> M:
+        for _ in range(_ROUNDS):
+            try:
+                return self._validator.validate_python(document)
+            except ValidationError as exc:
+                count = exc.error_count()
+                if count > MAX_FAULTS:
+                    faults["message"] += 1
+                    raise MalformedEvent(f"{self._named(node)}: {count:,} of its values are wrong") from None
+                if self._whole or not _mend(document, self._shape, exc, faults):
+                    faults["message"] += 1
+                    raise MalformedEvent(f"{self._named(node)}: {summary(exc)}") from exc
+        faults["message"] += 1
+        raise MalformedEvent(f"{self._named(node)}: more is wrong with it than can be left out")
+
+    def _named(self, node: str | None) -> str:
+        return self.what if node is None else f"{self.what} of node {node}"
+
+
+def _models_of(schema: object) -> set[type[BaseModel]]:
+    """Every record class in a schema."""
+    if isinstance(schema, Mapping):
+        known = cast("Mapping[str, Any]", schema)
+        inner = set[type[BaseModel]]().union(*map(_models_of, known.values()))
+        return inner | {known["cls"]} if known.get("type") == "model" else inner
+    if isinstance(schema, (list, tuple)):
+        return set[type[BaseModel]]().union(*map(_models_of, cast("list[object]", schema)))
+    return set()
+
+
+@contextmanager
+def _without_their_own(models: set[type[BaseModel]]) -> Generator[None]:
+    """Have pydantic build the validators of these records anew: of a record within a record it takes the one that the
+    class has already, whatever the schema says."""
+    complete = [model for model in models if vars(model).get("__pydantic_complete__")]
+    try:
+        for model in complete:
+            model.__pydantic_complete__ = False
+        yield
+    finally:
+        for model in complete:
+            model.__pydantic_complete__ = True
+
+
+def plain(payload: bytes) -> bool:
+    """No text in it can be anything but printable ASCII, and no number anything but a number: then native code alone
+    tells whether it is within all limits. JSON itself allows no control character unless it is escaped."""
+    return (
+        payload.isascii()
+        and b"\\" not in payload
+        and b"\x7f" not in payload
+        and b"NaN" not in payload
+        and b"Infinity" not in payload
+    )
+
+
+def strict_json(payload: bytes, what: str) -> Any:
+    """Plain JSON values, of which each is one that can be written as JSON again: a number that is too large to be one
+    is a text that no field takes for a number.
+
+    Raises:
+        MalformedEvent: it is not JSON in UTF-8, which has no NaN and Infinity, or nested too deeply.
+    """
+    try:
+        document = from_json(payload, allow_inf_nan=False)
+    except ValueError as exc:
+        # Half of a surrogate pair is the one thing that JSON can spell and no text can hold.
+        mended = _ESCAPE.sub(_whole_escape, payload) if b"\\u" in payload else payload
+        try:
+            document = from_json(mended, allow_inf_nan=False)
+        except ValueError:
+            raise MalformedEvent(f"{what}: not JSON, which has no NaN or infinity either: {exc}") from exc
+    return _finite(document, what)
+
+
+def summary(error: ValidationError) -> str:
+    """The first three complaints in one line, without the values: those are a stranger's."""
+    parts = [
+        f"{'.'.join(map(str, item['loc'])) or 'document'}: {item['msg']}"
+        for item in error.errors(include_url=False, include_input=False)[:3]
+    ]
+    return printable("; ".join(parts), 1000)
+
+
+_ESCAPE: Final = re.compile(rb"\\(?:u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.S)
+
+
+def _whole_escape(match: re.Match[bytes]) -> bytes:
+    escape = match[0]
+    half = len(escape) == 6 and escape[2:3] in b"dD" and escape[3:4] in b"89abcdefABCDEF"
+    return rb"\ufffd" if half else escape
+
+
+def _finite(value: Any, what: str, depth: int = 0) -> Any:
+    if isinstance(value, dict):
+        if depth >= MAX_DEPTH:
+            raise MalformedEvent(f"{what}: nested deeper than {MAX_DEPTH}, which is not JSON of this protocol")
+        return {key: _finite(each, what, depth + 1) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        if depth >= MAX_DEPTH:
+            raise MalformedEvent(f"{what}: nested deeper than {MAX_DEPTH}, which is not JSON of this protocol")
+        return [_finite(each, what, depth + 1) for each in cast("list[Any]", value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a number beyond all limits"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a number beyond all limits"
+    return value
+
+
+# The limits, worked into a schema of pydantic's.
+
+_ANY: Final = {"type": "any"}
+_ANY_JSON: Final = {"type": "definition-ref", "schema_ref": "json"}
+_JSON: Final = {
+    "type": "union",
+    "ref": "json",
+    "mode": "left_to_right",
+    "choices": [
+        {"type": "str", "strict": True},
+        {"type": "none"},
+        {"type": "bool", "strict": True},
+        {"type": "int", "strict": True, "ge": -(1 << 63), "le": (1 << 64) - 1},
+        {"type": "float", "strict": True, "allow_inf_nan": False},
+        {"type": "list", "strict": True, "items_schema": _ANY_JSON},
+        {"type": "dict", "strict": True, "keys_schema": {"type": "str"}, "values_schema": _ANY_JSON},
+    ],
+}
+"""What can be written as JSON again: numbers that are numbers."""
+
+
+def _bounded(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of the schema of the field ``name`` with its limits.
+
+    Raises:
+        TypeError: a kind of schema that has no rule here, which a new field may bring: give it one.
+    """
+    match schema["type"]:
+        case "int":
+            return {**schema, **_within(schema, _range(name), int)}
+        case "float":
+            return {**schema, **_within(schema, _range(name), float), "allow_inf_nan": False}
+        case "str":
+            most = MAX_TEXT if name in TEXTS else WORDS.get(name, MAX_WORD)
+            return {**schema, "max_length": min(most, schema.get("max_length", most))}
+        case "datetime":
+            return {**schema, "ge": TIMES[0], "le": TIMES[1]}
+        case "tuple" | "list":
+            # Of one kind of entries: no record has another.
+            return {**_items(schema, name), "max_length": _length(schema, name)}
+        case "dict" if schema.get("values_schema", _ANY)["type"] == "any":
+            return {**schema, "values_schema": _ANY_JSON}
+        case "dict":
+            return {
+                **schema,
+                "keys_schema": {"type": "str", "max_length": MAX_WORD},
+                "values_schema": _bounded(schema["values_schema"], name),
+                "max_length": _length(schema, name),
+            }
+        case "model":
+            inner = _bounded(schema["schema"], name)
+            if schema.get("config", {}).get("extra_fields_behavior") == "allow":
+                # What this version does not know of an event is kept, as far as it is JSON.
+                inner = {**inner, "extras_schema": _ANY_JSON}
+            # Not by the record's own constructor, which knows nothing of these limits.
+            return {**schema, "schema": inner, "custom_init": False}
+        case "model-fields":
+            fields = {
+                key: {**field, "schema": _bounded(field["schema"], key)} for key, field in schema["fields"].items()
+            }
+            return {**schema, "fields": fields}
+        case "default" | "nullable" | "function-after":
+            return {**schema, "schema": _bounded(schema["schema"], name)}
+        case "union":
+            return {**schema, "choices": [_bounded(choice, name) for choice in schema["choices"]]}
+        case "any":
+            return _ANY_JSON
+        case "bool" | "enum" | "literal":
+            return schema
+        case other:
+            raise TypeError(f"the field {name!r} is of a kind that has no limits: {other}")
+
+
+def _range(name: str) -> Range:
+    return NUMBERS.get(name, COUNT)
+
+
+def _within(schema: dict[str, Any], limits: Range, kind: type[int] | type[float]) -> dict[str, Any]:
+    least, most = kind(limits.least), kind(limits.most)
+    return {"ge": max(least, schema.get("ge", least)), "le": min(most, schema.get("le", most))}
+
+
+def _length(schema: dict[str, Any], name: str) -> int:
+    most = LENGTHS.get(name, MAX_ENTRIES)
+    return min(most, schema.get("max_length", most))
+
+
+def _items(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    items = schema["items_schema"]
+    if isinstance(items, list):
+        return {**schema, "items_schema": [_bounded(each, name) for each in cast("list[dict[str, Any]]", items)]}
+    return {**schema, "items_schema": _bounded(items, name)}
+
+
+# What to do with a message that is not within the limits.
+
+
+class _Field(NamedTuple):
+    path: str
+    drop: str | None
+    """How a record does without it: ``omit`` it, say that it is ``null``, or not at all."""
+    shape: _Shape
+
+
+class _Shape:
+    """As much of a schema as it takes to leave out what is wrong."""
+
+    __slots__ = ("entries", "fields", "item", "most", "path", "text", "unavailable")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.fields: dict[str, _Field] | None = None
+        self.item: _Shape | None = None
+        """Of a list."""
+        self.entries: _Shape | None = None
+        """Of a map."""
+        self.text: bool | None = None
+        """It is a text for people; False: a word."""
+        self.most = 0
+        self.unavailable = False
+        """It says why a value is not there."""
+
+
+def _shape_of(schema: dict[str, Any], name: str, path: str) -> _Shape:
+    shape = _Shape(path)
+    match schema["type"]:
+        case "default" | "nullable" | "function-after" | "model":
+            shape = _shape_of(schema["schema"], name, path)
+            if schema["type"] == "model":
+                shape.unavailable = issubclass(schema["cls"], Telemetry)
+        case "model-fields":
+            shape.fields = {}
+            for key, field in schema["fields"].items():
+                inner, here = field["schema"], f"{path}.{key}" if path else key
+                drop = {"default": "omit", "nullable": "null"}.get(inner["type"])
+                made = _Field(here, drop, _shape_of(inner, key, here))
+                shape.fields[key] = made
+                if isinstance(alias := field.get("validation_alias"), str):
+                    shape.fields[alias] = made
+        case "tuple" | "list":
+            items = schema["items_schema"]
+            shape.item = _shape_of(items[0] if isinstance(items, list) else items, name, path)
+            shape.most = _length(schema, name)
+        case "union":
+            shape = _shape_of(schema["choices"][0], name, path)
+        case "dict" if schema.get("values_schema", _ANY)["type"] != "any":
+            shape.entries = _shape_of(schema["values_schema"], name, path)
+            shape.most = _length(schema, name)
+        case "str":
+            shape.text = name in TEXTS
+            shape.most = min(MAX_TEXT if shape.text else WORDS.get(name, MAX_WORD), schema.get("max_length", MAX_TEXT))
+        case "any" if name in TEXTS:
+            shape.text, shape.most = True, MAX_WORD * 4
+        case _:
+            pass
+    return shape
+
+
+def _clean(value: Any, shape: _Shape, faults: Counter[str]) -> Any:
+    """A copy with every text fit to be printed, and lists of their lengths. Values of another kind than the shape's are
+    left to the schema."""
+    if isinstance(value, dict):
+        known = cast("dict[str, Any]", value)
+        if shape.fields is not None:
+            fields = shape.fields
+            return {
+                key: each if (field := fields.get(key)) is None else _clean(each, field.shape, faults)
+                for key, each in known.items()
+            }
+        if shape.entries is not None:
+            entries = shape.entries
+            if len(known) > shape.most:
+                faults[shape.path] += len(known) - shape.most
+            kept = list(known.items())[: shape.most]
+            unprintable = sum(not key.isprintable() or len(key) > MAX_WORD for key, _ in kept)
+            if unprintable:
+                faults[shape.path] += unprintable
+            return {
+                key: _clean(each, entries, faults) for key, each in kept if key.isprintable() and len(key) <= MAX_WORD
+            }
+        return known
+    if isinstance(value, (list, tuple)) and shape.item is not None:
+        several = cast("list[Any]", value)
+        if len(several) > shape.most:
+            faults[shape.path] += len(several) - shape.most
+        item = shape.item
+        return [_clean(each, item, faults) for each in several[: shape.most]]
+    if isinstance(value, str) and shape.text is not None:
+        if value.isprintable() and len(value) <= shape.most:
+            return value
+        if not shape.text:
+            faults[shape.path] += 1
+            return None
+        one = " ".join(value.splitlines()).replace("\t", " ") if len(value) <= 4 * shape.most else value
+        if one.isprintable() and len(one) <= shape.most:
+            return one  # several lines, as drivers write them
+        faults[shape.path] += 1
+        return printable(one, shape.most // 8)[: shape.most]
+    return value
+
+
+_GONE: Final = object()
+
+
+def _mend(document: Any, shape: _Shape, error: ValidationError, faults: Counter[str]) -> bool:
+    """Leave out what is wrong, as little as possible. False: nothing can be left out."""
+    thinned: list[list[Any]] = []
+    for fault in error.errors(include_url=False, include_context=False, include_input=False):
+        if not _leave_out(document, shape, fault["loc"], faults, thinned):
+            return False
+    for several in thinned:
+        several[:] = [each for each in several if each is not _GONE]
+    return True
+
+
+def _leave_out(
+    document: Any, shape: _Shape, place: tuple[int | str, ...], faults: Counter[str], thinned: list[list[Any]]
+) -> bool:
+    value, deepest = document, None
+    for key in place:
+        if shape.fields is not None and isinstance(value, dict) and isinstance(key, str):
+            record = cast("dict[str, Any]", value)
+            field = shape.fields.get(key)
+            if field is None:
+                if key in record:
+                    deepest = record, key, "omit", f"{shape.path}.*" if shape.path else "*", False
+                break
+            if key not in record:
+                break  # missing: the record that lacks it goes
+            if field.drop is not None:
+                deepest = record, key, field.drop, field.path, shape.unavailable
+            value, shape = record[key], field.shape
+        elif shape.item is not None and isinstance(value, list) and isinstance(key, int):
+            several = cast("list[Any]", value)
+            if key >= len(several) or several[key] is _GONE:
+                return True
+            deepest = several, key, "item", shape.path, False
+            value, shape = several[key], shape.item
+        elif shape.entries is not None and isinstance(value, dict) and key in value:
+            deepest = value, key, "omit", shape.path, False
+            value, shape = value[key], shape.entries
+        else:
+            break
+    if deepest is None:
+        return False
+    holder, key, how, path, unavailable = deepest
+    faults[path] += 1
+    if how == "item":
+        if holder not in thinned:
+            thinned.append(holder)
+        holder[key] = _GONE
+    elif how == "null":
+        holder[key] = None
+    else:
+        holder.pop(key, None)
+        if unavailable and isinstance(reasons := holder.setdefault("unavailable", {}), dict):
+            reasons[key] = "invalid"
+    return True
