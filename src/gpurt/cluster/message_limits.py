@@ -18,8 +18,10 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -198,10 +200,19 @@ class MessageReader(Generic[M]):
         model: what comes out.
         what: "readings", for messages: "readings of node w1: …".
         whole: nothing of it is left out: it is taken as it is, or not at all.
+        essential: fields without which nothing is worth keeping: what is no such record by its own rules costs the
+            message, where what is only beyond the limits here costs as little as elsewhere.
     """
 
-    def __init__(self, model: type[M], what: str, *, whole: bool = False) -> None:
-        self._model, self.what, self._whole = model, what, whole
+    def __init__(
+        self,
+        model: type[M],
+        what: str,
+        *,
+        whole: bool = False,
+        essential: Mapping[str, type[BaseModel]] = MappingProxyType({}),
+    ) -> None:
+        self._model, self.what, self._whole, self._essential = model, what, whole, essential
 
     @cached_property
     def _validator(self) -> SchemaValidator:
@@ -235,23 +246,14 @@ class MessageReader(Generic[M]):
         """
         faults: Counter[str] = Counter()
         try:
-            return self._mended(self._cleaned(document, faults), node, faults)
+            return self._mended(self._cleaned(document, faults, cut=not self._whole), node, faults)
         finally:
             if refusals is not None and node is not None:
                 refusals.add(node, faults)
 
-    def clean(self, document: object, node: str | None, refusals: Refusals | None = None) -> Any:
-        """A copy of plain JSON values in which every text that this record has can be printed; the rest is not looked
-        at."""
-        faults: Counter[str] = Counter()
-        cleaned = self._cleaned(document, faults)
-        if refusals is not None and node is not None:
-            refusals.add(node, faults)
-        return cleaned
-
-    def _cleaned(self, document: object, faults: Counter[str]) -> Any:
+    def _cleaned(self, document: object, faults: Counter[str], *, cut: bool) -> Any:
         try:
-            return _clean(document, self._shape, faults)
+            return _clean(document, self._shape, faults, cut=cut)
         except RecursionError:
             raise MalformedEvent(f"{self.what}: lists or objects in each other, too deep to be read") from None
 
@@ -264,7 +266,9 @@ class MessageReader(Generic[M]):
                 if count > MAX_FAULTS:
                     faults["message"] += 1
                     raise MalformedEvent(f"{self._named(node)}: {count:,} of its values are wrong") from None
-                if self._whole or not _mend(document, self._shape, exc, faults):
+                lost = any(not _is(model, document, field) for field, model in self._essential.items())
+                mended = _mend(document, self._shape, exc, faults)
+                if self._whole or lost or not mended:
                     faults["message"] += 1
                     raise MalformedEvent(f"{self._named(node)}: {summary(exc)}") from exc
         faults["message"] += 1
@@ -272,6 +276,16 @@ class MessageReader(Generic[M]):
 
     def _named(self, node: str | None) -> str:
         return self.what if node is None else f"{self.what} of node {node}"
+
+
+def _is(model: type[BaseModel], document: Any, field: str) -> bool:
+    if not isinstance(document, dict) or field not in document:
+        return True
+    try:
+        model.model_validate(document[field])
+    except ValueError:
+        return False
+    return True
 
 
 def _models_of(schema: object) -> set[type[BaseModel]]:
@@ -504,7 +518,7 @@ def _shape_of(schema: dict[str, Any], name: str, path: str) -> _Shape:
                 if isinstance(alias := field.get("validation_alias"), str):
                     shape.fields[alias] = made
         case "tuple" | "list":
-            items = schema["items_schema"]
+            items: Any = schema["items_schema"]
             shape.item = _shape_of(items[0] if isinstance(items, list) else items, name, path)
             shape.most = _length(schema, name)
         case "union":
@@ -522,47 +536,47 @@ def _shape_of(schema: dict[str, Any], name: str, path: str) -> _Shape:
     return shape
 
 
-def _clean(value: Any, shape: _Shape, faults: Counter[str]) -> Any:
-    """A copy with every text fit to be printed, and lists of their lengths. Values of another kind than the shape's are
-    left to the schema."""
+def _clean(value: Any, shape: _Shape, faults: Counter[str], *, cut: bool) -> Any:
+    """A copy with every text fit to be printed and, where ``cut``, lists and maps of their lengths. Values of another
+    kind than the shape's are left to the schema."""
     if isinstance(value, dict):
         known = cast("dict[str, Any]", value)
-        if shape.fields is not None:
-            fields = shape.fields
+        if (fields := shape.fields) is not None:
             return {
-                key: each if (field := fields.get(key)) is None else _clean(each, field.shape, faults)
+                key: each if (field := fields.get(key)) is None else _clean(each, field.shape, faults, cut=cut)
                 for key, each in known.items()
             }
-        if shape.entries is not None:
-            entries = shape.entries
-            if len(known) > shape.most:
-                faults[shape.path] += len(known) - shape.most
-            kept = list(known.items())[: shape.most]
-            unprintable = sum(not key.isprintable() or len(key) > MAX_WORD for key, _ in kept)
-            if unprintable:
-                faults[shape.path] += unprintable
-            return {
-                key: _clean(each, entries, faults) for key, each in kept if key.isprintable() and len(key) <= MAX_WORD
-            }
+        if (entries := shape.entries) is not None:
+            kept = [key for key in known if key.isprintable() and len(key) <= MAX_WORD]
+            kept = kept[: shape.most] if cut else kept
+            if len(kept) < len(known):
+                faults[shape.path] += len(known) - len(kept)
+            return {key: _clean(known[key], entries, faults, cut=cut) for key in kept}
         return known
-    if isinstance(value, (list, tuple)) and shape.item is not None:
+    if isinstance(value, (list, tuple)) and (item := shape.item) is not None:
         several = cast("list[Any]", value)
-        if len(several) > shape.most:
+        if cut and len(several) > shape.most:
             faults[shape.path] += len(several) - shape.most
-        item = shape.item
-        return [_clean(each, item, faults) for each in several[: shape.most]]
+            several = several[: shape.most]
+        return [_clean(each, item, faults, cut=cut) for each in several]
     if isinstance(value, str) and shape.text is not None:
-        if value.isprintable() and len(value) <= shape.most:
-            return value
-        if not shape.text:
-            faults[shape.path] += 1
-            return None
-        one = " ".join(value.splitlines()).replace("\t", " ") if len(value) <= 4 * shape.most else value
-        if one.isprintable() and len(one) <= shape.most:
-            return one  # several lines, as drivers write them
+        return _clean_text(value, shape, faults)
+    return cast("object", value)
+
+
+def _clean_text(value: str, shape: _Shape, faults: Counter[str]) -> str | None:
+    if value.isprintable() and (len(value) <= shape.most or not shape.text):
+        return value  # a word that is too long is left to the schema
+    if not shape.text:
         faults[shape.path] += 1
-        return printable(one, shape.most // 8)[: shape.most]
-    return value
+        return None
+    # Several lines are what drivers write.
+    line = " ".join(value[: 2 * shape.most].split()) if any(c in value for c in "\n\r\t") else value
+    if line.isprintable() and len(line) <= shape.most:
+        return line
+    faults[shape.path] += 1
+    # Each character that cannot be printed is shown as ten at most.
+    return printable(line, shape.most)[: shape.most]
 
 
 _GONE: Final = object()
@@ -570,55 +584,76 @@ _GONE: Final = object()
 
 def _mend(document: Any, shape: _Shape, error: ValidationError, faults: Counter[str]) -> bool:
     """Leave out what is wrong, as little as possible. False: nothing can be left out."""
-    thinned: list[list[Any]] = []
+    thinned: dict[int, list[Any]] = {}
+    mended = True
     for fault in error.errors(include_url=False, include_context=False, include_input=False):
-        if not _leave_out(document, shape, fault["loc"], faults, thinned):
-            return False
-    for several in thinned:
+        found = _droppable(document, shape, fault["loc"])
+        if found is None:
+            mended = False
+        else:
+            found.leave_out(thinned)
+            faults[found.path] += 1
+    for several in thinned.values():
         several[:] = [each for each in several if each is not _GONE]
-    return True
+    return mended
 
 
-def _leave_out(
-    document: Any, shape: _Shape, place: tuple[int | str, ...], faults: Counter[str], thinned: list[list[Any]]
-) -> bool:
-    value, deepest = document, None
+@dataclass(slots=True)
+class _Droppable:
+    """A value that can be left out of the list, or the record or map, that it is in."""
+
+    path: str
+    item: tuple[list[Any], int] | None = None
+    entry: tuple[dict[str, Any], str] | None = None
+    null: bool = False
+    """The record says that there is none."""
+    reading: bool = False
+    """Its record says why there is none."""
+
+    def leave_out(self, thinned: dict[int, list[Any]]) -> None:
+        """``thinned``: lists, by identity, that have an item less from now on."""
+        if self.item is not None:
+            several, place = self.item
+            several[place] = _GONE
+            thinned[id(several)] = several
+        if self.entry is not None:
+            record, key = self.entry
+            if self.null:
+                record[key] = None
+            else:
+                record.pop(key, None)
+            if self.reading:
+                reasons = record.setdefault("unavailable", {})
+                if isinstance(reasons, dict):
+                    reasons[key] = "invalid"
+
+
+def _droppable(document: Any, shape: _Shape, place: tuple[int | str, ...]) -> _Droppable | None:
+    """The smallest thing around the value at ``place`` that can be left out."""
+    value, found = document, None
     for key in place:
-        if shape.fields is not None and isinstance(value, dict) and isinstance(key, str):
+        if isinstance(value, dict) and isinstance(key, str):
             record = cast("dict[str, Any]", value)
-            field = shape.fields.get(key)
-            if field is None:
-                if key in record:
-                    deepest = record, key, "omit", f"{shape.path}.*" if shape.path else "*", False
+            if shape.fields is not None:
+                field = shape.fields.get(key)
+                if field is None or key not in record:
+                    break  # missing: the record that lacks it goes
+                if field.drop is not None:
+                    found = _Droppable(
+                        field.path, entry=(record, key), null=field.drop == "null", reading=shape.unavailable
+                    )
+                value, shape = record[key], field.shape
+            elif shape.entries is not None and key in record:
+                found = _Droppable(shape.path, entry=(record, key))
+                value, shape = record[key], shape.entries
+            else:
                 break
-            if key not in record:
-                break  # missing: the record that lacks it goes
-            if field.drop is not None:
-                deepest = record, key, field.drop, field.path, shape.unavailable
-            value, shape = record[key], field.shape
-        elif shape.item is not None and isinstance(value, list) and isinstance(key, int):
+        elif isinstance(value, list) and isinstance(key, int) and shape.item is not None:
             several = cast("list[Any]", value)
-            if key >= len(several) or several[key] is _GONE:
-                return True
-            deepest = several, key, "item", shape.path, False
+            if key >= len(several):
+                break
+            found = _Droppable(shape.path, item=(several, key))
             value, shape = several[key], shape.item
-        elif shape.entries is not None and isinstance(value, dict) and key in value:
-            deepest = value, key, "omit", shape.path, False
-            value, shape = value[key], shape.entries
         else:
             break
-    if deepest is None:
-        return False
-    holder, key, how, path, unavailable = deepest
-    faults[path] += 1
-    if how == "item":
-        if holder not in thinned:
-            thinned.append(holder)
-        holder[key] = _GONE
-    elif how == "null":
-        holder[key] = None
-    else:
-        holder.pop(key, None)
-        if unavailable and isinstance(reasons := holder.setdefault("unavailable", {}), dict):
-            reasons[key] = "invalid"
-    return True
+    return found

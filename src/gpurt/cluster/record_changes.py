@@ -80,11 +80,13 @@ def position_of(event: Envelope) -> dict[str, Any]:
     return {"epoch": event.nodeepoch, "seq": int(event.nodeseq)}
 
 
-_FIELDS: Final = MessageReader(NodeFields, "fields of a node")
+# All but devices as a whole: what a node said before is still there, and half of what it holds now would read as if it
+# had let go of the rest.
+_FIELDS: Final = MessageReader(NodeFields, "fields", whole=True)
 _DEVICES: Final = MessageReader(GPUDevice, "device")
-_REPORTS: Final = MessageReader(BackendReport, "report on a backend")
-_PLACEMENTS: Final = MessageReader(NodePlacement, "placement")
-_LINKS: Final = MessageReader(NodeLinks, "links")
+_REPORTS: Final = MessageReader(BackendReport, "report", whole=True)
+_PLACEMENTS: Final = MessageReader(NodePlacement, "placement", whole=True)
+_LINKS: Final = MessageReader(NodeLinks, "links", whole=True)
 
 
 @dataclass(frozen=True, slots=True)

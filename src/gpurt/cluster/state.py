@@ -85,7 +85,8 @@ def encode_snapshot(snapshot: NodeSnapshot) -> bytes:
     return payload
 
 
-_SNAPSHOTS: Final = MessageReader(NodeSnapshot, "snapshot")
+# Half of what a node holds would read as if it had let go of the rest.
+_SNAPSHOTS: Final = MessageReader(NodeSnapshot, "snapshot", essential={"placement": NodePlacement})
 
 
 def decode_snapshot(payload: bytes, *, node: str, refusals: Refusals | None = None) -> NodeSnapshot:
