@@ -314,15 +314,9 @@ def _without_their_own(models: set[type[BaseModel]]) -> Generator[None]:
 
 
 def plain(payload: bytes) -> bool:
-    """No text in it can be anything but printable ASCII, and no number anything but a number: then native code alone
-    tells whether it is within all limits. JSON itself allows no control character unless it is escaped."""
-    return (
-        payload.isascii()
-        and b"\\" not in payload
-        and b"\x7f" not in payload
-        and b"NaN" not in payload
-        and b"Infinity" not in payload
-    )
+    """No text in it can be anything but printable ASCII, so native code alone tells whether all is within limits. JSON
+    itself allows no control character unless it is escaped."""
+    return payload.isascii() and b"\\" not in payload and b"\x7f" not in payload
 
 
 def strict_json(payload: bytes, what: str) -> Any:
@@ -518,7 +512,7 @@ def _shape_of(schema: dict[str, Any], name: str, path: str) -> _Shape:
                 if isinstance(alias := field.get("validation_alias"), str):
                     shape.fields[alias] = made
         case "tuple" | "list":
-            items: Any = schema["items_schema"]
+            items: dict[str, Any] | list[dict[str, Any]] = schema["items_schema"]
             shape.item = _shape_of(items[0] if isinstance(items, list) else items, name, path)
             shape.most = _length(schema, name)
         case "union":

@@ -14,6 +14,7 @@ from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import ClusterError, NoAnswer
 from gpurt.cluster.nats_node import ERROR, PART, PART_BYTES
 from gpurt.cluster.nats_settings import header, load_nats
+from gpurt.printable import printable
 
 OTHERS_S: Final = 0.1
 """How long a second process of the same name may take longer than the first, where nobody has told of one."""
@@ -95,5 +96,5 @@ async def ask_command(client: Any, node: str, subject: str, payload: bytes, time
     if len(message.data) > MAX_EVENT_BYTES:
         raise ClusterError(f"node {node} answered with {len(message.data)} bytes, over the limit of {MAX_EVENT_BYTES}")
     if header(message, ERROR):
-        raise ClusterError(f"node {node} answered: {message.data[:1024].decode(errors='replace')}")
+        raise ClusterError(f"node {node} answered: {printable(message.data[:1024].decode(errors='replace'), 1024)}")
     return bytes(message.data)

@@ -36,6 +36,7 @@ from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zen
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from gpurt.errors import GPUError
 from gpurt.lane import Lane
+from gpurt.printable import printable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -326,7 +327,7 @@ class ZenohEngine:
             if ok:
                 return ok.payload.to_bytes()
             if error is not None:
-                text = error.payload.to_bytes()[:1024].decode(errors="replace")
+                text = printable(error.payload.to_bytes()[:1024].decode(errors="replace"), 1024)
                 if text != "Timeout":  # zenoh's own word for a query that ran out of time
                     raise ClusterError(f"node {node} answered: {text}")
         raise NoAnswer(f"node {node} did not answer within {timeout:g} s")
