@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
 from typing import Any, Final
 
 from gpurt.cluster.envelope import EventKind

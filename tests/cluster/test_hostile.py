@@ -151,7 +151,8 @@ class Everything:
             tame(why)
         # drain, commit
         strict(Drain(term=seen.nodes[EVIL].placement.term).model_dump_json())
-        version = (latest_version(seen, "a") or PlanVersion(term=max(seen.term, 1), n=0)).next(term=max(seen.term, 1))
+        before = latest_version(seen, "a") or PlanVersion(term=1, n=0)
+        version = before.next(term=max(seen.term, before.term))
         assignments_of(plan(("good/GPU-g", 0, 4)), version)
 
     def planned(self) -> None:

@@ -120,6 +120,9 @@ TEXTS: Final = frozenset(
 WORDS: Final[Mapping[str, int]] = {"id": 1024, "source": 1024, "type": 1024, "subject": 1024, "endpoint": 512}
 """Characters of words that may be longer."""
 
+ESSENTIAL: Final = frozenset({"shards", "resident"})
+"""Lists of which an entry that is wrong makes all worthless: they are looked at as far as to it."""
+
 LENGTHS: Final[Mapping[str, int]] = {
     "gpu_devices": 4096,
     # Backends that a machine was searched with; there are twenty.
@@ -142,8 +145,15 @@ MAX_ENTRIES: Final = 1024
 TIMES: Final = (datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC))
 """Within these a time can be told in every time zone. A node's clock may be as wrong as it likes."""
 
-MAX_DEPTH: Final = 64
-"""Of lists and objects in each other, in what this version does not know: what it does know has eight."""
+PIECEMEAL_BYTES: Final = 64 << 10
+"""A message that is larger is read piece by piece: native code lets no other thread run for as long as it takes, which
+is a fifth of a second for four thousand devices."""
+MAX_HALVES: Final = 1000
+"""Halves of surrogate pairs that are replaced in one message; with more it is refused."""
+LEAST_VALUES: Final = 20_000
+VALUE_BYTES: Final = 16
+"""A message with wrong numbers in it is looked at as far as to so many values, or one for so many bytes: no message of
+gpurt has more."""
 MAX_FAULTS: Final = 8192
 """Wrong values in one message, past which nothing of it is kept: each device of a node may have two."""
 _ROUNDS: Final = 4
@@ -156,14 +166,15 @@ class Refusals:
     Args:
         clock: monotonic seconds.
         max_nodes: those whose last refusal is longest ago are forgotten; :attr:`total` and :attr:`by_field` are not.
+        log: False: somebody else does.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_nodes: int = 4096) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_nodes: int = 4096, log: bool = True) -> None:
         self.by_field: Counter[str] = Counter()
         """Of all nodes, those that are forgotten included. Fields are those of this version's records."""
         self._nodes: OrderedDict[str, Counter[str]] = OrderedDict()
         self._max_nodes = max_nodes
-        self._log = LimitedLog(logging.getLogger("gpurt.cluster.observer"), clock=clock)
+        self._log = LimitedLog(logging.getLogger("gpurt.cluster.observer"), clock=clock) if log else None
 
     @property
     def total(self) -> int:
@@ -187,6 +198,8 @@ class Refusals:
             self._nodes.popitem(last=False)
         known.update(faults)
         self.by_field.update(faults)
+        if self._log is None:
+            return
         fields = ", ".join(f"{field} ({count}×)" for field, count in Counter(faults).most_common(5))  # noqa: RUF001
         self._log.warning(
             node, "node %s: values beyond all limits were refused: %s; gpurt top --json counts them", node, fields
@@ -200,8 +213,10 @@ class MessageReader(Generic[M]):
         model: what comes out.
         what: "readings", for messages: "readings of node w1: …".
         whole: nothing of it is left out: it is taken as it is, or not at all.
-        essential: fields without which nothing is worth keeping: what is no such record by its own rules costs the
-            message, where what is only beyond the limits here costs as little as elsewhere.
+        essential: fields without which nothing is worth keeping, each with what raises ValueError where it breaks rules
+            of its own: that costs the message. What is only beyond the limits here costs as little as elsewhere.
+        pieces: lists that may be long, each with the reader of its entries: one is read after the other, so that no
+            other thread waits for all.
     """
 
     def __init__(
@@ -210,14 +225,24 @@ class MessageReader(Generic[M]):
         what: str,
         *,
         whole: bool = False,
-        essential: Mapping[str, type[BaseModel]] = MappingProxyType({}),
+        essential: Mapping[str, Callable[[Any], object]] = MappingProxyType({}),
+        pieces: Mapping[str, MessageReader[Any]] = MappingProxyType({}),
     ) -> None:
-        self._model, self.what, self._whole, self._essential = model, what, whole, essential
+        self._model, self.what, self._whole = model, what, whole
+        self._essential, self._pieces = essential, pieces
+
+    @cached_property
+    def _prompt(self) -> SchemaValidator:
+        """Ends with the first entry of a list that is wrong: of a million wrong ones nobody wants to know."""
+        return self._made(fail_fast=True)
 
     @cached_property
     def _validator(self) -> SchemaValidator:
+        return self._made(fail_fast=False)
+
+    def _made(self, *, fail_fast: bool) -> SchemaValidator:
         schema = cast("dict[str, Any]", self._model.__pydantic_core_schema__)
-        known = {"type": "definitions", "schema": _bounded(schema, ""), "definitions": [_JSON]}
+        known = {"type": "definitions", "schema": _bounded(schema, "", fail_fast), "definitions": [_JSON]}
         with _without_their_own(_models_of(schema)):
             return SchemaValidator(cast("Any", known))
 
@@ -231,9 +256,9 @@ class MessageReader(Generic[M]):
         Raises:
             MalformedEvent: it is none, or nothing of it can be kept.
         """
-        if plain(payload):
+        if plain(payload) and not (self._pieces and len(payload) > PIECEMEAL_BYTES):
             try:
-                return self._validator.validate_json(payload)
+                return self._prompt.validate_json(payload)
             except ValidationError:
                 pass  # what follows says it better, or mends it
         return self.parse(strict_json(payload, self._named(node)), node, refusals)
@@ -246,10 +271,29 @@ class MessageReader(Generic[M]):
         """
         faults: Counter[str] = Counter()
         try:
-            return self._mended(self._cleaned(document, faults, cut=not self._whole), node, faults)
+            cleaned = self._cleaned(document, faults, cut=not self._whole)
+            for field, reader in self._pieces.items():
+                entries = cast("dict[str, Any]", cleaned).get(field) if isinstance(cleaned, dict) else None
+                if isinstance(entries, list):
+                    cleaned[field] = reader.each(cast("list[Any]", entries), field, faults)
+            return self._mended(cleaned, node, faults)
         finally:
             if refusals is not None and node is not None:
                 refusals.add(node, faults)
+
+    def each(self, documents: list[Any], field: str, faults: Counter[str]) -> list[M]:
+        """Those of which something can be kept, from values whose texts can be printed."""
+        kept: list[M] = []
+        for document in documents:
+            mine: Counter[str] = Counter()
+            try:
+                kept.append(self._mended(document, None, mine))
+            except MalformedEvent:
+                faults[field] += 1
+            else:
+                for name, count in mine.items():
+                    faults[f"{field}.{name}"] += count
+        return kept
 
     def _cleaned(self, document: object, faults: Counter[str], *, cut: bool) -> Any:
         try:
@@ -266,7 +310,7 @@ class MessageReader(Generic[M]):
                 if count > MAX_FAULTS:
                     faults["message"] += 1
                     raise MalformedEvent(f"{self._named(node)}: {count:,} of its values are wrong") from None
-                lost = any(not _is(model, document, field) for field, model in self._essential.items())
+                lost = any(_breaks(rules, document, field) for field, rules in self._essential.items())
                 mended = _mend(document, self._shape, exc, faults)
                 if self._whole or lost or not mended:
                     faults["message"] += 1
@@ -278,14 +322,14 @@ class MessageReader(Generic[M]):
         return self.what if node is None else f"{self.what} of node {node}"
 
 
-def _is(model: type[BaseModel], document: Any, field: str) -> bool:
+def _breaks(rules: Callable[[Any], object], document: Any, field: str) -> bool:
     if not isinstance(document, dict) or field not in document:
-        return True
-    try:
-        model.model_validate(document[field])
-    except ValueError:
         return False
-    return True
+    try:
+        rules(document[field])
+    except ValueError:
+        return True
+    return False
 
 
 def _models_of(schema: object) -> set[type[BaseModel]]:
@@ -330,12 +374,16 @@ def strict_json(payload: bytes, what: str) -> Any:
         document = from_json(payload, allow_inf_nan=False)
     except ValueError as exc:
         # Half of a surrogate pair is the one thing that JSON can spell and no text can hold.
-        mended = _ESCAPE.sub(_whole_escape, payload) if b"\\u" in payload else payload
+        halves = payload.count(b"\\ud") + payload.count(b"\\uD")
         try:
-            document = from_json(mended, allow_inf_nan=False)
+            if not 0 < halves <= MAX_HALVES:
+                raise
+            document = from_json(_ESCAPE.sub(_whole_escape, payload), allow_inf_nan=False)
         except ValueError:
             raise MalformedEvent(f"{what}: not JSON, which has no NaN or infinity either: {exc}") from exc
-    return _finite(document, what)
+    if _LONG_NUMBER.search(payload):
+        document = _finite(document, what, [max(LEAST_VALUES, len(payload) // VALUE_BYTES)])
+    return document
 
 
 def summary(error: ValidationError) -> str:
@@ -347,6 +395,8 @@ def summary(error: ValidationError) -> str:
     return printable("; ".join(parts), 1000)
 
 
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{20}|[eE][+]?[0-9]{3}")
+"""What a number that is beyond 64 bits, or infinite, has in it; names may have it, too."""
 _ESCAPE: Final = re.compile(rb"\\(?:u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.S)
 
 
@@ -356,15 +406,15 @@ def _whole_escape(match: re.Match[bytes]) -> bytes:
     return rb"\ufffd" if half else escape
 
 
-def _finite(value: Any, what: str, depth: int = 0) -> Any:
+def _finite(value: Any, what: str, left: list[int]) -> Any:
+    """``left``: how many values are looked at."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise MalformedEvent(f"{what}: too many values for one with wrong numbers in it")
     if isinstance(value, dict):
-        if depth >= MAX_DEPTH:
-            raise MalformedEvent(f"{what}: nested deeper than {MAX_DEPTH}, which is not JSON of this protocol")
-        return {key: _finite(each, what, depth + 1) for key, each in cast("dict[str, Any]", value).items()}
+        return {key: _finite(each, what, left) for key, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        if depth >= MAX_DEPTH:
-            raise MalformedEvent(f"{what}: nested deeper than {MAX_DEPTH}, which is not JSON of this protocol")
-        return [_finite(each, what, depth + 1) for each in cast("list[Any]", value)]
+        return [_finite(each, what, left) for each in cast("list[Any]", value)]
     if isinstance(value, float) and not math.isfinite(value):
         return "a number beyond all limits"
     if isinstance(value, int) and value.bit_length() > 64:
@@ -393,7 +443,7 @@ _JSON: Final = {
 """What can be written as JSON again: numbers that are numbers."""
 
 
-def _bounded(schema: dict[str, Any], name: str) -> dict[str, Any]:
+def _bounded(schema: dict[str, Any], name: str, fail_fast: bool) -> dict[str, Any]:
     """A copy of the schema of the field ``name`` with its limits.
 
     Raises:
@@ -411,18 +461,25 @@ def _bounded(schema: dict[str, Any], name: str) -> dict[str, Any]:
             return {**schema, "ge": TIMES[0], "le": TIMES[1]}
         case "tuple" | "list":
             # Of one kind of entries: no record has another.
-            return {**_items(schema, name), "max_length": _length(schema, name)}
+            items = cast("list[dict[str, Any]] | dict[str, Any]", schema["items_schema"])
+            bounded = (
+                [_bounded(each, name, fail_fast) for each in items]
+                if isinstance(items, list)
+                else _bounded(items, name, fail_fast)
+            )
+            prompt = fail_fast or name in ESSENTIAL
+            return {**schema, "items_schema": bounded, "max_length": _length(schema, name), "fail_fast": prompt}
         case "dict" if schema.get("values_schema", _ANY)["type"] == "any":
             return {**schema, "values_schema": _ANY_JSON}
         case "dict":
             return {
                 **schema,
                 "keys_schema": {"type": "str", "max_length": MAX_WORD},
-                "values_schema": _bounded(schema["values_schema"], name),
+                "values_schema": _bounded(schema["values_schema"], name, fail_fast),
                 "max_length": _length(schema, name),
             }
         case "model":
-            inner = _bounded(schema["schema"], name)
+            inner = _bounded(schema["schema"], name, fail_fast)
             if schema.get("config", {}).get("extra_fields_behavior") == "allow":
                 # What this version does not know of an event is kept, as far as it is JSON.
                 inner = {**inner, "extras_schema": _ANY_JSON}
@@ -430,13 +487,14 @@ def _bounded(schema: dict[str, Any], name: str) -> dict[str, Any]:
             return {**schema, "schema": inner, "custom_init": False}
         case "model-fields":
             fields = {
-                key: {**field, "schema": _bounded(field["schema"], key)} for key, field in schema["fields"].items()
+                key: {**field, "schema": _bounded(field["schema"], key, fail_fast)}
+                for key, field in schema["fields"].items()
             }
             return {**schema, "fields": fields}
         case "default" | "nullable" | "function-after":
-            return {**schema, "schema": _bounded(schema["schema"], name)}
+            return {**schema, "schema": _bounded(schema["schema"], name, fail_fast)}
         case "union":
-            return {**schema, "choices": [_bounded(choice, name) for choice in schema["choices"]]}
+            return {**schema, "choices": [_bounded(choice, name, fail_fast) for choice in schema["choices"]]}
         case "any":
             return _ANY_JSON
         case "bool" | "enum" | "literal":
@@ -457,13 +515,6 @@ def _within(schema: dict[str, Any], limits: Range, kind: type[int] | type[float]
 def _length(schema: dict[str, Any], name: str) -> int:
     most = LENGTHS.get(name, MAX_ENTRIES)
     return min(most, schema.get("max_length", most))
-
-
-def _items(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    items = schema["items_schema"]
-    if isinstance(items, list):
-        return {**schema, "items_schema": [_bounded(each, name) for each in cast("list[dict[str, Any]]", items)]}
-    return {**schema, "items_schema": _bounded(items, name)}
 
 
 # What to do with a message that is not within the limits.

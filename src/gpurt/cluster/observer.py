@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from gpurt.cluster.bus import (
@@ -30,9 +31,11 @@ from gpurt.cluster.envelope import Envelope, decode
 from gpurt.cluster.errors import BusClosed, BusUnavailable, MalformedEvent
 from gpurt.cluster.groups import single
 from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.message_limits import PIECEMEAL_BYTES, Refusals
 from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
 from gpurt.cluster.state import NodeSnapshot, decode_snapshot
 from gpurt.cluster.view import MAX_NODES, MasterView
+from gpurt.offload import off_loop
 
 RESYNC_INTERVAL_S: Final = 60.0
 """Between two regular checks of a node, ± 10 %."""
@@ -41,6 +44,8 @@ CONFLICT_INTERVAL_S: Final = 5.0
 SNAPSHOT_TIMEOUT_S: Final = 2.0
 SPACING_S: Final = 0.1
 """Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
+READING_SHARE: Final = 10.0
+"""Times as long as it took to read an answer, the node is left alone."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
 EARLY: Final = 0.02
@@ -276,13 +281,17 @@ class ClusterObserver:
                 except BusUnavailable as exc:
                     _log.warning("node %s could not be asked for its snapshot: %s", name, exc)
                     replies = ()
-                if self._answered(name, known, replies, reason):
+                begun = self.view.clock()
+                answers = await self._read(name, replies)
+                spent = self.view.clock() - begun
+                if self._answered(name, known, answers, reason):
                     pause = SPACING_S
                 elif known.up:
                     known.wanted = known.wanted or reason
                     pause = min(2 * pause, 2.0)
                 if known.wanted is not None:
-                    await asyncio.sleep(pause)
+                    # What takes long to read takes a tenth of this process's time at most.
+                    await asyncio.sleep(max(pause, READING_SHARE * spent))
         finally:
             known.asking = False
         if known.up:
@@ -292,16 +301,24 @@ class ClusterObserver:
             known.next_check = self.view.clock() + interval
             self._remind(known.next_check)
 
-    def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
-        snapshots: dict[str, NodeSnapshot] = {}
+    async def _read(self, name: str, replies: tuple[StateReply, ...]) -> tuple[NodeSnapshot, ...]:
+        """Those that are snapshots; large ones are read on a thread."""
+        answers: list[NodeSnapshot] = []
         for reply in replies:
+            refused = Refusals(self.view.clock, log=False)
+            read = partial(decode_snapshot, reply.payload, node=name, refusals=refused)
             try:
-                snapshot = decode_snapshot(reply.payload, node=name, refusals=self.view.refusals)
+                answers.append(await off_loop("snapshot", read) if len(reply.payload) > PIECEMEAL_BYTES else read())
             except MalformedEvent as exc:
                 self.rejected["malformed_snapshot"] += 1
                 self._warnings.warning(name, "ignored: %s", exc)
-            else:
-                snapshots[snapshot.epoch] = snapshot
+            self.view.refusals.add(name, refused.of(name))
+        return tuple(answers)
+
+    def _answered(self, name: str, known: _Node, answers: tuple[NodeSnapshot, ...], reason: Resync) -> bool:
+        snapshots: dict[str, NodeSnapshot] = {}
+        for snapshot in answers:
+            snapshots[snapshot.epoch] = snapshot
         if not snapshots:
             return False
         record = self.view.node(name)

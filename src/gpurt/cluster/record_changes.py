@@ -17,7 +17,7 @@ from gpurt.cluster.message_limits import MessageReader, Refusals
 from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.records import DeviceRecord, NodeRecord, NodeState
 from gpurt.cluster.shards import NodePlacement
-from gpurt.cluster.state import NodeFields, NodeSnapshot
+from gpurt.cluster.state import DEVICES, NodeFields, NodeSnapshot
 from gpurt.printable import printable
 from gpurt.types import BackendReport, GPUDevice
 
@@ -83,7 +83,6 @@ def position_of(event: Envelope) -> dict[str, Any]:
 # All but devices as a whole: what a node said before is still there, and half of what it holds now would read as if it
 # had let go of the rest.
 _FIELDS: Final = MessageReader(NodeFields, "fields", whole=True)
-_DEVICES: Final = MessageReader(GPUDevice, "device")
 _REPORTS: Final = MessageReader(BackendReport, "report", whole=True)
 _PLACEMENTS: Final = MessageReader(NodePlacement, "placement", whole=True)
 _LINKS: Final = MessageReader(NodeLinks, "links", whole=True)
@@ -108,7 +107,7 @@ class EventData:
 
     @property
     def device(self) -> GPUDevice:
-        return _DEVICES.parse(self.data.get("device"), self.node, self.refusals)
+        return DEVICES.parse(self.data.get("device"), self.node, self.refusals)
 
     @property
     def report(self) -> BackendReport | None:

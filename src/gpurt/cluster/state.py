@@ -23,6 +23,9 @@ from gpurt.types import BackendReport, DeviceKind, GPUDevice
 SNAPSHOT_SCHEMA: Final = 1
 
 
+DEVICES: Final = MessageReader(GPUDevice, "device")
+
+
 class HostInfo(BaseModel):
     """Which machine a node runs on."""
 
@@ -85,8 +88,18 @@ def encode_snapshot(snapshot: NodeSnapshot) -> bytes:
     return payload
 
 
-# Half of what a node holds would read as if it had let go of the rest.
-_SNAPSHOTS: Final = MessageReader(NodeSnapshot, "snapshot", essential={"placement": NodePlacement})
+def _check_shards(placement: Any) -> None:
+    """Half of what a node holds would read as if it had let go of the rest.
+
+    Raises:
+        ValueError: something of what it says to hold cannot be.
+    """
+    NodePlacement.model_validate({**placement, "term": 0} if isinstance(placement, dict) else placement)
+
+
+_SNAPSHOTS: Final = MessageReader(
+    NodeSnapshot, "snapshot", essential={"placement": _check_shards}, pieces={"gpu_devices": DEVICES}
+)
 
 
 def decode_snapshot(payload: bytes, *, node: str, refusals: Refusals | None = None) -> NodeSnapshot:
