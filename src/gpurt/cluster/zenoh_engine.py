@@ -20,7 +20,7 @@ from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler
 from gpurt.cluster.connection import connection_log
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
-from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.keys import ANY, COMMAND, STATE, check_name, node_key, node_of
 from gpurt.cluster.readings import MAX_READINGS_BYTES
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.handshake import GIVE_TLS, speaks_tls
@@ -335,7 +335,7 @@ class ZenohEngine:
     async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
         """Every reply, as (sample, None) or (None, error)."""
         self._running()
-        query = ZenohQuery(asyncio.get_running_loop(), limit)
+        query = ZenohQuery(asyncio.get_running_loop(), limit, one=ANY not in key)
         wrapper = self._wrapper()
         await self._call(query.ask, self._zenoh, wrapper, self._session, key, payload=payload, timeout=timeout)
         return await query.replies(timeout + 1.0)
