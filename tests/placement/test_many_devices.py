@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from gpurt.placement import Constraints, ConstraintSatisfactionPlacement, ModelSpec, PlacementDevice, Topology
 from gpurt.placement.building import build_instance
 from gpurt.placement.constraints import Pin
+from gpurt.placement.devices import devices_from_view
+from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.grouping import UNIT_LIMIT, classes_of
+from gpurt.placement.inventory import inventory_of
 from gpurt.placement.topology import LinkMatrix
+from tests.cluster.support import device as gpu
 
 GIB = 1 << 30
 
@@ -92,3 +96,25 @@ def test_of_many_unlike_devices_there_is_a_plan() -> None:
     devices = [device(index, 8 + index % 90, bandwidth=1e12 + 1e8 * index) for index in range(200)]
     plan = ConstraintSatisfactionPlacement().solve_placement(model(), devices, time_budget=2.0)
     assert plan.stages[-1].end == 40
+
+
+@pytest.mark.parametrize("size", [-5, 2**62, 10**400])
+def test_a_size_that_no_device_has_is_named_and_left_out(size: int) -> None:
+    good, evil = gpu("GPU-g"), gpu("GPU-e", memory_bytes=max(size, 0), memory_usable_bytes=size)
+    found = inventory_of({("n1", "GPU-g"): good, ("n2", "GPU-e"): evil})
+    assert [each.id for each in found.devices] == ["n1/GPU-g"]
+    assert "it says that it has" in found.left_out["n2/GPU-e"]
+    with pytest.raises(InvalidPlacementInput, match="n2/GPU-e says that it has"):
+        devices_from_view({("n2", "GPU-e"): evil})
+
+
+def test_sizes_that_cannot_be_counted_together_cost_the_largest() -> None:
+    view = {("good", "GPU-g"): gpu("GPU-g")}
+    view |= {("evil", f"GPU-{index}"): gpu(f"GPU-{index}", memory_usable_bytes=1 << 53) for index in range(200)}
+    found = inventory_of(view)
+    assert "good/GPU-g" in {each.id for each in found.devices}
+    assert found.left_out.keys() <= {f"evil/GPU-{index}" for index in range(200)}
+    assert found.left_out
+    assert ConstraintSatisfactionPlacement().solve_placement(model(), found.devices, time_budget=0.5).stages
+    with pytest.raises(InvalidPlacementInput, match="evil/GPU-0 alone has"):
+        ConstraintSatisfactionPlacement().solve_placement(model(), devices_from_view(view), time_budget=0.5)

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from gpurt.placement.arguments import check_kind, check_share, check_view
 from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, ResidentRange, devices_from_view
-from gpurt.placement.record import MOST_TOGETHER, PlacementRecord
+from gpurt.placement.record import MOST_BYTES, MOST_TOGETHER, PlacementRecord
 from gpurt.placement.topology import Link, Topology
+from gpurt.printable import shortened
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ def _unusable(device: GPUDevice) -> str | None:
         return f"{state}: {device.state_reason}" if device.state_reason else state
     if device.memory_usable_bytes is None and device.memory_available is None and device.memory_bytes is None:
         return "nobody tells how much memory it has"
+    sizes = (device.memory_usable_bytes, device.memory_available, device.memory_bytes)
+    usable = next(size for size in sizes if size is not None)
+    if not 0 <= usable <= MOST_BYTES:
+        return f"it says that it has {shortened(str(usable), 30)} bytes"
     return None
 
 
