@@ -373,12 +373,13 @@ def strict_json(payload: bytes, what: str) -> Any:
     try:
         document = from_json(payload, allow_inf_nan=False)
     except ValueError as exc:
-        # Half of a surrogate pair is the one thing that JSON can spell and no text can hold.
-        halves = payload.count(b"\\ud") + payload.count(b"\\uD")
+        # Two things JSON can spell and no parser of ours can hold: half of a surrogate pair, and numbers of thousands of
+        # digits.
+        mended = _ENDLESS_NUMBER.sub(_BEYOND, payload)
+        if 0 < mended.count(b"\\ud") + mended.count(b"\\uD") <= MAX_HALVES:
+            mended = _ESCAPE.sub(_whole_escape, mended)
         try:
-            if not 0 < halves <= MAX_HALVES:
-                raise
-            document = from_json(_ESCAPE.sub(_whole_escape, payload), allow_inf_nan=False)
+            document = from_json(mended, allow_inf_nan=False)
         except ValueError:
             raise MalformedEvent(f"{what}: not JSON, which has no NaN or infinity either: {exc}") from exc
     if _LONG_NUMBER.search(payload):
@@ -397,6 +398,8 @@ def summary(error: ValidationError) -> str:
 
 _LONG_NUMBER: Final = re.compile(rb"[0-9]{20}|[eE][+]?[0-9]{3}")
 """What a number that is beyond 64 bits, or infinite, has in it; names may have it, too."""
+_ENDLESS_NUMBER: Final = re.compile(rb"[0-9]{1000,}")
+_BEYOND: Final = b"9" * 400
 _ESCAPE: Final = re.compile(rb"\\(?:u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.S)
 
 
@@ -557,7 +560,10 @@ def _shape_of(schema: dict[str, Any], name: str, path: str) -> _Shape:
             shape.fields = {}
             for key, field in schema["fields"].items():
                 inner, here = field["schema"], f"{path}.{key}" if path else key
-                drop = {"default": "omit", "nullable": "null"}.get(inner["type"])
+                outer = inner
+                while outer["type"].startswith("function-"):
+                    outer = outer["schema"]
+                drop = {"default": "omit", "nullable": "null"}.get(outer["type"])
                 made = _Field(here, drop, _shape_of(inner, key, here))
                 shape.fields[key] = made
                 if isinstance(alias := field.get("validation_alias"), str):
