@@ -373,8 +373,8 @@ def strict_json(payload: bytes, what: str) -> Any:
     try:
         document = from_json(payload, allow_inf_nan=False)
     except ValueError as exc:
-        # Two things JSON can spell and no parser of ours can hold: half of a surrogate pair, and numbers of thousands of
-        # digits.
+        # JSON can spell two things that no parser here can hold: half of a surrogate pair, and a number of thousands
+        # of digits.
         mended = _ENDLESS_NUMBER.sub(_BEYOND, payload)
         if 0 < mended.count(b"\\ud") + mended.count(b"\\uD") <= MAX_HALVES:
             mended = _ESCAPE.sub(_whole_escape, mended)
