@@ -126,11 +126,10 @@ def _limits(
 
 def _between(units: Sequence[Unit], members: tuple[tuple[int, ...], ...], links: LinkMatrix, payload: float) -> Floats:
     """``[u, v]``: every device of v gets it from the best device of u; the slowest of them counts."""
-    seconds = links.seconds(payload)
-    firsts = np.array([group[0] for group in members], dtype=np.intp)
-    table = seconds[np.ix_(firsts, firsts)]
+    # Of one device of each class: of all, a large cluster's tables take longer to make than to plan with.
+    table = links.of([group[0] for group in members]).seconds(payload)
     for kind, group in enumerate(members):
-        table[kind, kind] = seconds[group[0], group[1]] if len(group) > 1 else 0.0
+        table[kind, kind] = float(links.of(group[:2]).seconds(payload)[0, 1]) if len(group) > 1 else 0.0
     kinds = [sorted(set(unit.classes)) for unit in units]
     # Most units are of one class: they are looked up together, and mixed groups one by one.
     first = np.array([found[0] for found in kinds], dtype=np.intp)
