@@ -65,7 +65,7 @@ class ZenohQuery:
         if why is None:
             self._replies.append((reply.ok, None if reply.ok else answer))
         else:
-            _warnings.warning(sender, "ignored: an answer from %s of %d bytes: %s", sender or "somebody", size, why)
+            _warnings.warning(sender, "ignored: an answer of %d bytes from %s: %s", size, sender or "somebody", why)
             if self._one and self._budget.spent:
                 self._finish()
 
