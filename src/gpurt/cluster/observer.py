@@ -60,6 +60,7 @@ UNREPEATED: Final = (Resync.OVERFLOW, Resync.NOTICE)
 _log = logging.getLogger("gpurt.cluster.observer")
 
 _Step = Step[Envelope, NodeSnapshot]
+_Answer = tuple[StateReply, NodeSnapshot]
 
 
 @dataclass(slots=True)
@@ -301,23 +302,24 @@ class ClusterObserver:
             known.next_check = self.view.clock() + interval
             self._remind(known.next_check)
 
-    async def _read(self, name: str, replies: tuple[StateReply, ...]) -> tuple[NodeSnapshot, ...]:
+    async def _read(self, name: str, replies: tuple[StateReply, ...]) -> tuple[_Answer, ...]:
         """Those that are snapshots; large ones are read on a thread."""
-        answers: list[NodeSnapshot] = []
+        answers: list[_Answer] = []
         for reply in replies:
             refused = Refusals(self.view.clock, log=False)
             read = partial(decode_snapshot, reply.payload, node=name, refusals=refused)
             try:
-                answers.append(await off_loop("snapshot", read) if len(reply.payload) > PIECEMEAL_BYTES else read())
+                large = len(reply.payload) > PIECEMEAL_BYTES
+                answers.append((reply, await off_loop("snapshot", read) if large else read()))
             except MalformedEvent as exc:
                 self.rejected["malformed_snapshot"] += 1
                 self._warnings.warning(name, "ignored: %s", exc)
             self.view.refusals.add(name, refused.of(name))
         return tuple(answers)
 
-    def _answered(self, name: str, known: _Node, answers: tuple[NodeSnapshot, ...], reason: Resync) -> bool:
+    def _answered(self, name: str, known: _Node, answers: tuple[_Answer, ...], reason: Resync) -> bool:
         snapshots: dict[str, NodeSnapshot] = {}
-        for snapshot in answers:
+        for _, snapshot in answers:
             snapshots[snapshot.epoch] = snapshot
         if not snapshots:
             return False
