@@ -182,9 +182,9 @@ async def _measured(
 ) -> SurveyResult:
     from pydantic import ValidationError
 
-    from gpurt.cluster.envelope import summary
     from gpurt.cluster.link_protocol import LinkBudget
     from gpurt.cluster.link_survey import survey_links
+    from gpurt.cluster.message_limits import summary
     from gpurt.cluster.topology import pairs_to_measure
 
     try:

@@ -11,9 +11,9 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gpurt.cluster.envelope import summary
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.message_limits import summary
 from gpurt.cluster.shards import (
     MAX_BYTES,
     MAX_LAYERS,

@@ -14,6 +14,8 @@ from typing import Final, Self
 from gpurt.cluster.bus import EventEngine
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.message_limits import Refusals
 from gpurt.cluster.readings import DeviceReadings, decode_readings
 from gpurt.cluster.view import MAX_DEVICES, MAX_NODES
 
@@ -30,10 +32,19 @@ class ReadingsBoard:
     Args:
         engine: started.
         clock: seconds, monotonic: ages are counted on from what a node told by this clock, never by any wall clock.
+        refusals: where values beyond all limits are counted.
     """
 
-    def __init__(self, engine: EventEngine, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: EventEngine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Refusals | None = None,
+    ) -> None:
         self._engine = engine
+        self._refusals = refusals
+        self._warnings = LimitedLog(_log, clock=clock)
         self._clock = clock
         self._heard: dict[str, dict[str, tuple[float, DeviceReadings]]] = {}
         self._runs: dict[str, tuple[str, float]] = {}
@@ -80,10 +91,10 @@ class ReadingsBoard:
 
     def _take(self, node: str, payload: bytes) -> None:
         try:
-            told = decode_readings(payload, node=node)
+            told = decode_readings(payload, node=node, refusals=self._refusals)
         except MalformedEvent as exc:
             self.refused += 1
-            _log.warning("ignored: %s", exc)
+            self._warnings.warning(node, "ignored: %s", exc)
             return
         now = self._clock()
         run = self._runs.get(node)

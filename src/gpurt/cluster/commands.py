@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from gpurt.cluster.assignment import Acknowledgement, Assignment
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, EventEngine
-from gpurt.cluster.envelope import check_size, strict_json, summary
+from gpurt.cluster.envelope import check_size
 from gpurt.cluster.errors import MalformedEvent, StaleTerm
 from gpurt.cluster.link_protocol import LinkBudget
+from gpurt.cluster.message_limits import MessageReader, strict_json, summary
 from gpurt.cluster.peer_links import PeerLink
 from gpurt.cluster.shards import Name
 from gpurt.placement.version import MAX_NUMBER, PlanVersion
@@ -147,6 +148,11 @@ class LinksAnswer(BaseModel):
     """Why the others were not."""
 
 
+_DRAIN_ANSWERS: Final = MessageReader(DrainAnswer, "answer")
+_RESET_ANSWERS: Final = MessageReader(ResetAnswer, "answer")
+_ACKNOWLEDGEMENTS: Final = MessageReader(Acknowledgement, "answer")
+LINKS_ANSWERS: Final = MessageReader(LinksAnswer, "answer")
+
 AnyCommand = Rediscover | Drain | Undrain | Assign | Withdraw | MeasureLinks | ResetTerm
 
 _COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(Annotated[AnyCommand, Field(discriminator="command")])
@@ -193,10 +199,7 @@ async def request_drain(
             reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is none.
     """
     command = Drain(term=term) if draining else Undrain(term=term)
-    try:
-        answer = DrainAnswer.model_validate(await send_command(engine, node, command, timeout=timeout))
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    answer = _DRAIN_ANSWERS.parse(await send_command(engine, node, command, timeout=timeout), node)
     if answer.refused is not None:
         raise StaleTerm(f"node {node} answered: {answer.refused}", latest=answer.term)
     return answer
@@ -211,10 +214,7 @@ async def reset_term(engine: EventEngine, node: str, term: int, *, timeout: floa
             none.
     """
     command = ResetTerm(term=term)
-    try:
-        return ResetAnswer.model_validate(await send_command(engine, node, command, timeout=timeout))
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    return _RESET_ANSWERS.parse(await send_command(engine, node, command, timeout=timeout), node)
 
 
 async def send_assignment(
@@ -233,11 +233,7 @@ async def send_assignment(
         MalformedEvent: over ``MAX_COMMAND_BYTES``, or an answer that is none.
     """
     command = Assign(term=assignment.version.term, step=step, assignment=assignment, master=master)
-    answer = await send_command(engine, node, command, timeout=timeout)
-    try:
-        return Acknowledgement.model_validate(answer)
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    return _ACKNOWLEDGEMENTS.parse(await send_command(engine, node, command, timeout=timeout), node)
 
 
 async def withdraw_plan(
@@ -250,10 +246,7 @@ async def withdraw_plan(
             none.
     """
     command = Withdraw(term=version.term, instance=instance, version=version, plan=plan)
-    try:
-        return Acknowledgement.model_validate(await send_command(engine, node, command, timeout=timeout))
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    return _ACKNOWLEDGEMENTS.parse(await send_command(engine, node, command, timeout=timeout), node)
 
 
 async def send_command(engine: EventEngine, node: str, command: Command | ResetTerm, *, timeout: float) -> Any:

@@ -7,12 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pydantic import ValidationError
-
 from gpurt.cluster.bus import EventEngine
-from gpurt.cluster.commands import MAX_PEERS, LinksAnswer, MeasureLinks, PeerAddress, send_command
-from gpurt.cluster.envelope import summary
-from gpurt.cluster.errors import BusClosed, ClusterError, MalformedEvent
+from gpurt.cluster.commands import LINKS_ANSWERS, MAX_PEERS, LinksAnswer, MeasureLinks, PeerAddress, send_command
+from gpurt.cluster.errors import BusClosed, ClusterError
 from gpurt.cluster.groups import together
 from gpurt.cluster.link_measuring import PATIENCE_S
 from gpurt.cluster.link_protocol import STEP_S, LinkBudget
@@ -42,11 +39,7 @@ async def request_links(
     budget = budget or LinkBudget()
     command = MeasureLinks(term=term, peers=tuple(peers), budget=budget)
     longest = len(command.peers) * (PATIENCE_S + budget.seconds + 4 * STEP_S)
-    answer = await send_command(engine, node, command, timeout=longest)
-    try:
-        return LinksAnswer.model_validate(answer)
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    return LINKS_ANSWERS.parse(await send_command(engine, node, command, timeout=longest), node)
 
 
 async def survey_links(

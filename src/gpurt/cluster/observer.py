@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from gpurt.cluster.bus import (
@@ -30,10 +31,13 @@ from gpurt.cluster.envelope import Envelope, decode
 from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusClosed, BusUnavailable, MalformedEvent
 from gpurt.cluster.groups import single
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.message_limits import PIECEMEAL_BYTES, Refusals
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
 from gpurt.cluster.state import NodeSnapshot, decode_snapshot
 from gpurt.cluster.view import MAX_NODES, MasterView
+from gpurt.runtime.lane import off_loop
 
 RESYNC_INTERVAL_S: Final = 60.0
 """Between two regular checks of a node, ± 10 %."""
@@ -42,6 +46,8 @@ CONFLICT_INTERVAL_S: Final = 5.0
 SNAPSHOT_TIMEOUT_S: Final = 2.0
 SPACING_S: Final = 0.1
 """Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
+READING_SHARE: Final = 10.0
+"""Times as long as it took to read an answer, the node is left alone."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
 EARLY: Final = 0.02
@@ -56,6 +62,7 @@ UNREPEATED: Final = (Resync.OVERFLOW, Resync.NOTICE)
 _log = logging.getLogger("gpurt.cluster.observer")
 
 _Step = Step[Envelope, NodeSnapshot]
+_Answer = tuple[StateReply, NodeSnapshot]
 
 
 @dataclass(slots=True)
@@ -103,6 +110,7 @@ class ClusterObserver:
         self._next = float("inf")
         """When the clocks have something to do next, at the earliest."""
         self._jitter = random.Random()
+        self._warnings = LimitedLog(_log, clock=view.clock)
 
     def counters(self, node: str) -> Counters:
         """What became of the events of ``node``; all 0 for one that was never seen."""
@@ -160,7 +168,7 @@ class ClusterObserver:
                 self._event(item, known)
             case EventRefused():
                 self.rejected["oversized"] += 1
-                _log.warning("ignored: event of node %s of %d bytes", item.node, item.size_bytes)
+                self._warnings.warning(item.node, "ignored: event of node %s of %d bytes", item.node, item.size_bytes)
             case EventsDropped():
                 self.dropped += 1
                 self._want(item.node, known, Resync.OVERFLOW)
@@ -178,15 +186,17 @@ class ClusterObserver:
 
     def _event(self, item: EventReceived, known: _Node) -> None:
         try:
-            event = decode(item.payload, node=item.node)
+            event = decode(item.payload, node=item.node, refusals=self.view.refusals)
         except MalformedEvent as exc:
             # Its position is unknown. If it had one, the next event shows a hole, and a snapshot closes that.
             self.rejected["malformed"] += 1
-            _log.warning("ignored: %s", exc)
+            self._warnings.warning(item.node, "ignored: %s", exc)
             return
         step = known.sequence.event(event.position, event)
         if step.resync is Resync.OLD_EPOCH:  # once, until the node has answered: a whole run may be repeated
-            _log.warning("ignored: event %s, which is of an earlier run of the node", event.id[:200])
+            self._warnings.warning(
+                item.node, "ignored: event %s, which is of an earlier run of the node", event.id[:200]
+            )
         self._do(item.node, known, step)
 
     def _do(self, name: str, known: _Node, step: _Step) -> None:
@@ -281,16 +291,20 @@ class ClusterObserver:
                 except BusUnavailable as exc:
                     _log.warning("node %s could not be asked for its snapshot: %s", name, exc)
                     replies = ()
+                begun = self.view.clock()
+                answers = await self._read(name, replies)
+                spent = self.view.clock() - begun
                 if tokens != known.tokens and self._not_there(name):
                     # Its token came after the question: the answer may be the last word of the run before.
                     known.wanted = known.wanted or Resync.JOINED
-                elif self._answered(name, known, replies, reason):
+                elif self._answered(name, known, answers, reason):
                     pause = SPACING_S
                 elif known.up:
                     known.wanted = known.wanted or reason
                     pause = min(2 * pause, 2.0)
                 if known.wanted is not None:
-                    await asyncio.sleep(pause)
+                    # What takes long to read takes a tenth of this process's time at most.
+                    await asyncio.sleep(max(pause, READING_SHARE * spent))
         finally:
             known.asking = False
         if known.up:
@@ -304,18 +318,27 @@ class ClusterObserver:
         record = self.view.node(name)
         return record is not None and record.state is not NodeState.HEALTHY
 
-    def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
-        snapshots: dict[Epoch, NodeSnapshot] = {}
+    async def _read(self, name: str, replies: tuple[StateReply, ...]) -> tuple[_Answer, ...]:
+        """Those that are snapshots; large ones are read on a thread."""
+        answers: list[_Answer] = []
         for reply in replies:
+            refused = Refusals(self.view.clock, log=False)
+            read = partial(decode_snapshot, reply.payload, node=name, refusals=refused)
             try:
-                snapshot = decode_snapshot(reply.payload, node=name)
+                large = len(reply.payload) > PIECEMEAL_BYTES
+                answers.append((reply, await off_loop("snapshot", read) if large else read()))
             except MalformedEvent as exc:
                 self.rejected["malformed_snapshot"] += 1
-                _log.warning("ignored: %s", exc)
-            else:
-                epoch, seq = snapshot.position
-                if epoch not in snapshots or seq > snapshots[epoch].seq:
-                    snapshots[epoch] = snapshot
+                self._warnings.warning(name, "ignored: %s", exc)
+            self.view.refusals.add(name, refused.of(name))
+        return tuple(answers)
+
+    def _answered(self, name: str, known: _Node, answers: tuple[_Answer, ...], reason: Resync) -> bool:
+        snapshots: dict[Epoch, NodeSnapshot] = {}
+        for _, snapshot in answers:
+            epoch, seq = snapshot.position
+            if epoch not in snapshots or seq > snapshots[epoch].seq:
+                snapshots[epoch] = snapshot
         if not snapshots:
             return False
         ended = self.view.goodbye(name)

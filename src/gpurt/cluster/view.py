@@ -12,21 +12,21 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from gpurt.cluster.changes import BUFFER_CHANGES, ChangeKind, Changes
 from gpurt.cluster.device_data import DeviceData
-from gpurt.cluster.envelope import Envelope, EventKind, summary
+from gpurt.cluster.envelope import Envelope, EventKind
 from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.message_limits import Refusals
 from gpurt.cluster.news import back, joined, silent, summary_of
 from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.plan_troubles import PlanTroubles, doubt
 from gpurt.cluster.record_changes import (
+    EventData,
     available,
     changed,
     device_change,
-    fields_of,
     offered_again,
     position_of,
     record_of,
@@ -37,7 +37,6 @@ from gpurt.cluster.records import ClusterSnapshot, Conflict, NodeRecord, NodeSta
 from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import NodeFields, NodeSnapshot, device_keys, parse_snapshot
 from gpurt.cluster.telling import Telling
-from gpurt.types import BackendReport, GPUDevice
 
 GRACE_S: Final = 2.0
 """From suspect to lost: as long as the bus takes to notice a silent peer."""
@@ -74,6 +73,9 @@ class MasterView:
         self.ignored: Counter[str] = Counter()
         """Events not understood: ``unknown_type``, ``malformed``, ``unknown_node``, ``too_many``; and events and
         snapshots that lie before what is known already: ``stale``."""
+        self.refusals = Refusals(clock)
+        """What nodes have said that is beyond all limits, of whatever kind of message."""
+        self._warnings = LimitedLog(_log, clock=clock)
         self._max_nodes = max_nodes
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
@@ -203,9 +205,7 @@ class MasterView:
             self.ignored["unknown_type"] += 1
             return True
         except MalformedEvent as exc:
-            _log.warning("ignored: %s", exc)
-        except ValidationError as exc:
-            _log.warning("ignored: event %s: %s", event.id[:200], summary(exc))
+            self._warnings.warning(record.node, "ignored: event %s of node %s: %s", event.id[:200], record.node, exc)
         self.ignored["malformed"] += 1
         self._nodes[record.node] = changed(record, **position_of(event))
         return True
@@ -292,7 +292,7 @@ class MasterView:
         if kind is EventKind.NODE_SNAPSHOT:
             if event.data is None:
                 return False
-            snapshot = parse_snapshot(data, node=record.node)
+            snapshot = parse_snapshot(data, node=record.node, refusals=self.refusals)
             if snapshot.position != event.position:
                 raise MalformedEvent(f"event {event.id[:200]}: its snapshot is of another position")
             return self.apply_snapshot(snapshot, sole=True)
@@ -300,21 +300,21 @@ class MasterView:
             self._leave(record)
             return True
         # Everything that can be wrong is looked at before anything is changed.
-        fields = fields_of(data)
+        said = EventData(record.node, data, self.refusals)
+        fields = said.fields
         if kind in (EventKind.BACKEND_SELECTED, EventKind.BACKEND_FAILED):
             reports = {r.name: r for r in record.reports}
-            if "report" in data:
-                report = BackendReport.model_validate(data["report"])
+            if (report := said.report) is not None:
                 reports[report.name] = report
             self._store(record, fields, reports=tuple(reports.values()))
             return True
         if kind is EventKind.NODE_PLACEMENT:
-            placement = NodePlacement.model_validate(data.get("placement"))
+            placement = said.placement
             self._store(record, fields, placement=placement)
             self._note_plans(record, self._nodes[record.node])
             self._telling.placement(record.node, record.placement, placement)
             return True
-        links = NodeLinks.model_validate(data.get("links"))
+        links = said.links
         self._store(record, fields, links=links)
         self._telling.links(record.node, record.links, links)
         return True
@@ -324,8 +324,8 @@ class MasterView:
         if isinstance(data, DeviceData):
             device, fields, why = data.device, data.fields, text_of(data.reason)
         else:
-            data = data or {}
-            device, fields, why = None, fields_of(data), text_of(data.get("reason"))
+            said = EventData(record.node, data or {}, self.refusals)
+            device, fields, why = None, said.fields, text_of(said.data.get("reason"))
         key = event.subject
         if not key:
             raise MalformedEvent(f"event {event.id[:200]}: {kind} without a subject")
@@ -340,7 +340,7 @@ class MasterView:
                 self._nodes[record.node] = changed(record, **position_of(event))
                 return
             if device is None:
-                device = GPUDevice.model_validate(event.document().get("device"))
+                device = EventData(record.node, event.document(), self.refusals).device
             devices[key] = current = available(device, offered=record.offers_devices)
             change = None if same_device(previous, current) else device_change(previous, current)
         self._store(record, fields, devices=devices, **position_of(event))

@@ -20,7 +20,7 @@ from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler
 from gpurt.cluster.connection import connection_log
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
-from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.keys import ANY, COMMAND, STATE, check_name, node_key, node_of
 from gpurt.cluster.readings import MAX_READINGS_BYTES
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.handshake import GIVE_TLS, speaks_tls
@@ -35,6 +35,7 @@ from gpurt.cluster.zenoh_readings import ZenohReadings, put_readings
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from gpurt.errors import GPUError
+from gpurt.printable import printable
 from gpurt.runtime.lane import Lane
 
 P = ParamSpec("P")
@@ -326,7 +327,7 @@ class ZenohEngine:
             if ok:
                 return ok.payload.to_bytes()
             if error is not None:
-                text = error.payload.to_bytes()[:1024].decode(errors="replace")
+                text = printable(error.payload.to_bytes()[:1024].decode(errors="replace"), 1024)
                 if text != "Timeout":  # zenoh's own word for a query that ran out of time
                     raise ClusterError(f"node {node} answered: {text}")
         raise NoAnswer(f"node {node} did not answer within {timeout:g} s")
@@ -334,7 +335,7 @@ class ZenohEngine:
     async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
         """Every reply, as (sample, None) or (None, error)."""
         self._running()
-        query = ZenohQuery(asyncio.get_running_loop(), limit)
+        query = ZenohQuery(asyncio.get_running_loop(), limit, one=ANY not in key)
         wrapper = self._wrapper()
         await self._call(query.ask, self._zenoh, wrapper, self._session, key, payload=payload, timeout=timeout)
         return await query.replies(timeout + 1.0)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gpurt.cluster.envelope import strict_json, summary
 from gpurt.cluster.errors import ClusterError
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.message_limits import strict_json, summary
 from gpurt.cluster.security.authority import Role, load_certificate, load_cryptography, load_key
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.files import check_private
