@@ -34,6 +34,7 @@ from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.state import decode_snapshot, encode_snapshot
 from gpurt.cluster.view import MasterView
 from gpurt.placement import ConstraintSatisfactionPlacement, ModelSpec, PlanVersion
+from gpurt.placement.version import MAX_NUMBER
 from gpurt.telemetry.metrics import render
 from tests.cluster.hostile import EVIL, events, readings_document, snapshot_document, spell, spoiled
 from tests.cluster.plans import plan
@@ -152,6 +153,7 @@ class Everything:
         # drain, commit
         strict(Drain(term=seen.nodes[EVIL].placement.term).model_dump_json())
         before = latest_version(seen, "a") or PlanVersion(term=1, n=0)
+        assert before.term <= max(seen.term, 1)
         version = before.next(term=max(seen.term, before.term))
         assignments_of(plan(("good/GPU-g", 0, 4)), version)
 
@@ -161,6 +163,20 @@ class Everything:
             MODEL, inventory.devices, inventory.topology, time_budget=0.2
         )
         strict(found.model_dump_json())
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 1 << 40, MAX_NUMBER - 3])
+async def test_a_shard_of_a_later_term_than_its_node_has_heard_of_is_no_plan_to_go_on_from(ahead: int) -> None:
+    """A node follows no plan of a master of whom it has not heard, so that one of the two numbers is made up."""
+    target = Everything()
+    document = snapshot_document()
+    document["placement"]["shards"][0]["version"]["term"] = document["placement"]["term"] + ahead
+    target.snapshot(spell(document).encode())
+    seen = target.view.snapshot()
+    shard = seen.nodes[EVIL].placement.shard("a")
+    assert shard is not None, "it is what the node says, and no value of it is beyond any limit"
+    assert latest_version(seen, "a") is None
+    await target.shown()
 
 
 async def bombard(count: int, seed: int) -> None:

@@ -23,6 +23,7 @@ from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.readings import decode_readings
 from gpurt.cluster.state import decode_snapshot, encode_snapshot
 from gpurt.cluster.view import MasterView
+from gpurt.placement.version import MAX_NUMBER
 from gpurt.telemetry.metrics import render
 from tests.cluster.hostile import EVIL, Raw, events, readings_document, snapshot_document, spell
 from tests.cluster.support import FakeClock, device, snapshot
@@ -107,7 +108,6 @@ def test_a_reading_of_no_age_costs_its_device_alone(age: Any) -> None:
         (("links", "endpoint"), "x" * 600, "links.endpoint"),
         (("placement", "term"), 10**30, "placement.term"),
         (("placement", "term"), 2**64 - 1, "placement.term"),
-        (("placement", "shards", 0, "version", "n"), 2**64 - 1, "placement.shards"),
         (("gpu_devices", 0, "identity", "key"), "\x1b[2J", "gpu_devices.identity.key"),
         (("gpu_devices", 0, "speeds", "bf16_tflops"), 1e300, "gpu_devices.speeds.bf16_tflops"),
         (("gpu_devices", 0, "backends"), ["x"] * 100, "gpu_devices.backends"),
@@ -125,6 +125,19 @@ def test_what_a_wrong_value_costs_is_as_little_as_can_be(place: tuple[Any, ...],
     assert field in refusals.of(EVIL)
     assert seen["gpu_devices"][-1]["device_id"] == "cuda:1"
     assert seen["host"]["hostname"] == "h"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n", MAX_NUMBER + 1), ("n", 10**30), ("n", -1), ("term", MAX_NUMBER + 1), ("term", "3"), ("term", None)],
+)
+def test_a_shard_of_a_plan_that_cannot_be_costs_the_message(key: str, value: Any) -> None:
+    """Without it, the node would read as if it had let go of its layers."""
+    document, refusals = snapshot_document(), Refusals(FakeClock())
+    document["placement"]["shards"][0]["version"][key] = value
+    with pytest.raises(MalformedEvent, match=rf"snapshot of node {EVIL}: placement\.shards\.0\.version\.{key}"):
+        decode_snapshot(spell(document).encode(), node=EVIL, refusals=refusals)
+    assert refusals.of(EVIL)["message"] == 1
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from pydantic_core import SchemaValidator, from_json
 
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.log_limit import LimitedLog
+from gpurt.placement.version import MAX_NUMBER
 from gpurt.printable import printable
 from gpurt.types import Telemetry
 
@@ -87,11 +88,10 @@ NUMBERS: Final[Mapping[str, Range]] = {
     # Bytes/s. Placement divides by it; the upper end is a thousand times the fastest wire.
     "bandwidth": Range(1, 1e15),
     "samples": Range(1, 1 << 53),
-    # Nanoseconds since 1970, by which some elect masters, fit until 2262; the half above stays free, so that behind
-    # whatever a node has heard of there is a later term.
-    "term": Range(0, (1 << 63) - 1),
-    # Counts the plans of one term. Behind it there must be room, too.
-    "n": Range(0, 1 << 53),
+    # As in commands: a node may have heard of any term. Which are believed is decided in ``terms``.
+    "term": Range(0, MAX_NUMBER),
+    "before": Range(0, MAX_NUMBER),
+    "n": Range(0, MAX_NUMBER),
     # 64 bits, as their own checks have them.
     "seq": Range(0, (1 << 64) - 1),
     "start": COUNT,

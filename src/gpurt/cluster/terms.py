@@ -14,7 +14,7 @@ from gpurt.placement.version import PlanVersion
 
 TERM_STEP: Final = 1 << 20
 """Terms by which one node may be ahead of all others and still be believed: a million elections that it alone has heard
-of. With 2**64 terms, a liar would have to be believed 2**44 times before there were none left."""
+of. With 2**63 terms, a liar would have to be believed 2**43 times before there were none left."""
 NUMBER_STEP: Final = 1 << 32
 """The same of plans within a term."""
 
