@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Final, Self
 
-from gpurt.cluster.bus import BusItem, EventsDropped, NodeDown, NodeUp
+from gpurt.cluster.bus import BusItem, EventsDropped, HubAway, HubBack, NodeDown, NodeUp
 
 CAPACITY: Final = 8192
 """Events that a subscriber may be behind."""
@@ -43,7 +43,7 @@ class Inbox:
         """Any thread; one at a time for the events."""
         if self._closed:
             return
-        if isinstance(item, (NodeUp, NodeDown)):
+        if isinstance(item, (NodeUp, NodeDown, HubAway, HubBack)):
             self._membership[item.node] = item
         elif len(self._items) >= self._capacity:
             self.dropped += 1

@@ -22,6 +22,8 @@ from gpurt.cluster.bus import (
     EventReceived,
     EventRefused,
     EventsDropped,
+    HubAway,
+    HubBack,
     NodeDown,
     NodeUp,
     StateReply,
@@ -42,6 +44,8 @@ SPACING_S: Final = 0.1
 """Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
+HELD_EQUAL_S: Final = 0.05
+"""By so much may two answers to one question to be apart for having been given one after the other."""
 EARLY: Final = 0.02
 """Share of that interval by which a check may be early, so that those of many nodes are found due together."""
 BURST: Final = 64
@@ -148,6 +152,13 @@ class ClusterObserver:
     # What comes in
 
     def _take(self, item: BusItem) -> None:
+        if isinstance(item, HubAway):
+            self.view.hub_away()
+            return
+        if isinstance(item, HubBack):
+            self.view.hub_back()
+            self._remind(self.view.deadline)
+            return
         known = self._known(item.node)
         if known is None:
             return
@@ -290,6 +301,7 @@ class ClusterObserver:
 
     def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
         snapshots: dict[str, NodeSnapshot] = {}
+        held: dict[str, float] = {}
         for reply in replies:
             try:
                 snapshot = decode_snapshot(reply.payload, node=name)
@@ -297,12 +309,13 @@ class ClusterObserver:
                 self.rejected["malformed_snapshot"] += 1
                 _log.warning("ignored: %s", exc)
             else:
-                snapshots[snapshot.epoch] = snapshot
+                snapshots[snapshot.epoch], held[snapshot.epoch] = snapshot, reply.held_s
         if not snapshots:
             return False
-        record = self.view.node(name)
-        # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
-        kept = snapshots.get(record.epoch if record else "") or snapshots[min(snapshots)]
+        # The process that has held the name for longest keeps it: to a master that has just been started, or whose hub
+        # has, either may have come first. Within the time of an answer they are equal, and the earlier run is kept.
+        longest = max(held.values())
+        kept = snapshots[min(epoch for epoch in snapshots if held[epoch] >= longest - HELD_EQUAL_S)]
         self.view.node_answered(name, kept.epoch)
         self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))
         for epoch, snapshot in snapshots.items():

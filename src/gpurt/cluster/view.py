@@ -39,6 +39,9 @@ from gpurt.types import BackendReport, GPUDevice
 
 GRACE_S: Final = 2.0
 """From suspect to lost: as long as the bus takes to notice a silent peer."""
+HUB_GRACE_S: Final = 10.0
+"""From the return of the hub until a node that has not come back with it is lost: it tries every second, and a thousand
+take some seconds."""
 MAX_NODES: Final = 4096
 MAX_DEVICES: Final = 4096
 """Per node."""
@@ -75,6 +78,9 @@ class MasterView:
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
         self._suspects: set[str] = set()
+        self._unknown: set[str] = set()
+        self._hub_away = False
+        self._hub_back_at = 0.0
         self._left_at: dict[str, int] = {}
         """Sequence number of a node's goodbye."""
         self._conflicts: dict[str, Conflict] = {}
@@ -99,8 +105,10 @@ class MasterView:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` must be called next, on ``clock``."""
-        since = min((self._nodes[name].state_since for name in self._suspects), default=None)
-        return None if since is None else since + self.grace_s
+        due = [self._nodes[name].state_since + self.grace_s for name in self._suspects]
+        if self._unknown and not self._hub_away:
+            due.append(self._hub_back_at + HUB_GRACE_S)
+        return min(due, default=None)
 
     # The fold
 
@@ -185,23 +193,42 @@ class MasterView:
         record = self._nodes.get(name)
         if record is None or record.epoch != epoch or name not in self._up:
             return
-        if record.state in (NodeState.SUSPECT, NodeState.LOST):
+        if record.state in (NodeState.SUSPECT, NodeState.UNKNOWN, NodeState.LOST):
             self._enter(record, NodeState.HEALTHY, ChangeKind.NODE_BACK, back(record, record, self.clock()))
 
     def node_down(self, name: str, *, left: bool = False) -> None:
         """The node's token is gone; ``left``: it said that it would be."""
+        was_up = name in self._up
         self._up.discard(name)
         record = self._nodes.get(name)
         if record is None:
             return
         if left:
             self._leave(record)
-        elif record.state is NodeState.HEALTHY:
+        elif self._hub_away:
+            return  # its token has ended here, with the connection of who looks
+        elif record.state is NodeState.HEALTHY or (record.state is NodeState.UNKNOWN and was_up):
             self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT, "its connection ended")
+
+    def hub_away(self) -> None:
+        """Nobody can be heard: every node that was there, or was just missed, is unknown until the hub is back."""
+        self._hub_away = True
+        self._up.clear()
+        for record in tuple(self._nodes.values()):
+            if record.state in (NodeState.HEALTHY, NodeState.SUSPECT):
+                self._enter(record, NodeState.UNKNOWN, ChangeKind.NODE_UNKNOWN, "the hub is away")
+
+    def hub_back(self) -> None:
+        """Nodes can be heard again, and come back one by one; those that do not within ``HUB_GRACE_S`` are lost."""
+        self._hub_away = False
+        self._hub_back_at = self.clock()
 
     def tick(self) -> None:
         """Give up the suspects whose grace is over."""
         now = self.clock()
+        if self._unknown and not self._hub_away and self._hub_back_at + HUB_GRACE_S <= now:
+            for record in [self._nodes[name] for name in self._unknown]:
+                self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, "it did not come back with the hub")
         for record in [self._nodes[name] for name in self._suspects]:
             if record.state_since + self.grace_s <= now:
                 self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, silent(record, now))
@@ -319,10 +346,11 @@ class MasterView:
         self._telling.post(kind, record.node, message=message)
 
     def _note_suspicion(self, record: NodeRecord) -> None:
-        if record.state is NodeState.SUSPECT:
-            self._suspects.add(record.node)
-        else:
-            self._suspects.discard(record.node)
+        for state, names in ((NodeState.SUSPECT, self._suspects), (NodeState.UNKNOWN, self._unknown)):
+            if record.state is state:
+                names.add(record.node)
+            else:
+                names.discard(record.node)
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
         up = snapshot.node in self._up
