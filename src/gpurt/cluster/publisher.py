@@ -141,6 +141,41 @@ class NodePublisher:
             # Told to those who knew an earlier run of this node and have not noticed that it ended.
             await self._send_snapshot()
 
+    async def settle_name(self) -> None:
+        """Look whether another live process uses this name. Who has held it for longer keeps it.
+
+        To be called some time after each connection: two that could not see each other before may have joined both.
+
+        Raises:
+            NodeNameTaken: the other one does. This one is gone without a goodbye, which would be taken for the other's.
+        """
+        if not self._joined:
+            return
+        runs: dict[str, tuple[NodeSnapshot, float]] = {}
+        for reply in await self._engine.snapshot(self.node, timeout=NAME_CHECK_S, quiet=True):
+            with contextlib.suppress(MalformedEvent):  # not of a publisher's
+                told = decode_snapshot(reply.payload, node=self.node)
+                runs[told.epoch] = told, reply.held_s
+        mine = runs.pop(str(self.epoch), None)
+        if mine is None or not runs:
+            return
+        first, held = min(runs.values(), key=lambda run: (-run[1], run[0].epoch))
+        other = f"process {first.host.pid} on {first.host.hostname} (host {first.host.fingerprint})"
+        if (-mine[1], mine[0].epoch) <= (-held, first.epoch):
+            _log.error(
+                "node name %r is also used by %s, for %.1f s; this process has held it for %.1f s and keeps it: start "
+                "the other one under another name",
+                *(self.node, other, held, mine[1]),
+            )
+            return
+        async with self._lock:
+            self._joined = False
+        raise NodeNameTaken(
+            f"node name {self.node!r} of cluster {self._engine.cluster!r} is held by {other} for {held:.1f} s, and by "
+            f"this process for {mine[1]:.1f} s only: it ends",
+            hint="choose another node name, or end that process",
+        )
+
     async def publish_snapshot(self, result: DiscoveryResult) -> None:
         """Replace everything by ``result``. Says nothing when nothing is new.
 

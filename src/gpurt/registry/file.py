@@ -23,7 +23,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from gpurt.errors import GPUError
+from gpurt.errors import GPUError, UntrustedFile
+from gpurt.registry.trust import check_trusted
 
 T = TypeVar("T")
 
@@ -85,6 +86,9 @@ class JsonFile(ABC, Generic[T]):
         """The content; None when there is none, or none that can be read. Never raises for what is in the file.
 
         Of a corrupt file it is the last good copy. The file is put aside, unless that is left to somebody else.
+
+        Raises:
+            UntrustedFile: another user can have written it.
         """
         try:
             return self._read(self.path)
@@ -93,6 +97,8 @@ class JsonFile(ABC, Generic[T]):
         except RegistryTooNew as exc:
             _log.warning("%s", exc)
             return None
+        except UntrustedFile:
+            raise
         except OSError as exc:
             _log.warning("registry %s cannot be read: %s", self.path, exc)
             return None
@@ -104,6 +110,7 @@ class JsonFile(ABC, Generic[T]):
 
         Raises:
             RegistryTooNew: the file is of a newer schema; it is unchanged.
+            UntrustedFile: another user can have written it; it is unchanged.
             OSError: no permission, disk full, lock not granted; the file is unchanged. Of the directories only the
                 last is made, but for the user's state directory, which is.
         """
@@ -133,6 +140,7 @@ class JsonFile(ABC, Generic[T]):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         with os.fdopen(descriptor, "rb") as file:
+            check_trusted(path, descriptor)
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise CorruptRegistry(f"larger than {MAX_FILE_BYTES} bytes")

@@ -8,9 +8,11 @@ Every method blocks, and is safe to call from several threads and processes.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
+from gpurt.errors import UntrustedFile
 from gpurt.registry.file import SCHEMA_VERSION, JsonFile
 from gpurt.registry.records import (
     CalibrationRecord,
@@ -24,6 +26,8 @@ from gpurt.registry.records import (
 )
 
 _Object: TypeAlias = dict[str, Any]
+
+_log = logging.getLogger("gpurt.registry")
 
 
 class MeasuredFile(JsonFile[_Object]):
@@ -98,7 +102,11 @@ class MeasuredFile(JsonFile[_Object]):
 
     def _content(self) -> _Object:
         # A corrupt file stays for discovery, which tells its users that it was one.
-        return self.load(put_aside=False) or {}
+        try:
+            return self.load(put_aside=False) or {}
+        except UntrustedFile as exc:
+            _log.warning("nothing of what was measured is used: %s", exc)
+            return {}
 
     def _change(self, change: Callable[[_Object], None]) -> None:
         def changed(old: _Object | None) -> _Object:

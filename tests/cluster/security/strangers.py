@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import ssl
 import threading
@@ -81,6 +82,8 @@ class Strangers:
                     for at in range(len(hello)):
                         writer.write(hello[at : at + 1])
                         await asyncio.sleep(0.2)
+                        if writer.transport.is_closing():
+                            return
                 elif kind == "hello_only":
                     writer.write(_hello())
                 while await reader.read(1 << 16):
@@ -97,8 +100,6 @@ def _hello() -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    try:
+    with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing).do_handshake()
-    except ssl.SSLWantReadError:
-        pass
     return outgoing.read()

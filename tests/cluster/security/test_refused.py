@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpurt.cluster.board import ReadingsBoard
-from gpurt.cluster.bus import MAX_STATE_BYTES
+from gpurt.cluster.bus import MAX_STATE_BYTES, NodeUp
 from gpurt.cluster.commands import request_rediscovery
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import BusUnavailable, ClusterError, NoAnswer
@@ -362,7 +362,9 @@ async def test_a_stale_term_is_refused(made: Made, hub: ZenohEngine, caplog: pyt
     await start(engine)
     try:
         publisher = NodePublisher(engine, "w1", host=HOST_A, epoch=E2, rediscover=look)
+        seen = await hub.subscribe()
         await publisher.start(result(device()))
+        assert await anext(seen) == NodeUp("w1")  # what it answers is known to the hub by then
         assert (await request_rediscovery(hub, "w1", term=5, timeout=5))["devices"] == 1
         before = publisher.position
         with pytest.raises(ClusterError, match="command of term 4 refused: a master of term 5 has spoken"):
