@@ -91,6 +91,8 @@ class Inbox:
 
     def _take(self) -> BusItem | None:
         if self._membership:
+            if "" in self._membership:  # of the hub: what it means for all nodes comes before the news of each
+                return self._membership.pop("")
             # popitem, not the first key: an iterator fails when the other thread adds a node between two steps.
             return self._membership.popitem()[1]
         if self._dropped_of:

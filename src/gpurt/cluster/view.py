@@ -219,7 +219,10 @@ class MasterView:
                 self._enter(record, NodeState.UNKNOWN, ChangeKind.NODE_UNKNOWN, "the hub is away")
 
     def hub_back(self) -> None:
-        """Nodes can be heard again, and come back one by one; those that do not within ``HUB_GRACE_S`` are lost."""
+        """Nodes can be heard again, and come back one by one; those that do not within ``HUB_GRACE_S`` are lost. Also
+        where the hub was away so shortly that nobody was told of it."""
+        if not self._hub_away:
+            self.hub_away()
         self._hub_away = False
         self._hub_back_at = self.clock()
 
