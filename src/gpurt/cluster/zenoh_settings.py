@@ -40,7 +40,7 @@ class ZenohSettings:
     """A peer that is silent for this long is gone. Twice in it each shows that it is there, so that one may be late by
     half of it; more often would only be work for the hub, since TCP loses nothing. zenoh's own default, 10 s, is how
     long a frozen host would stay unnoticed; a process that dies is seen at once, by its closed connection."""
-    hub_lease_s: float = 12.0
+    hub_lease_s: float = 4.0
     """The same for the hub, as its clients see it. They can only wait for it, and what it sends to each of a thousand
     of them to show that it is there is most of its load while nothing happens."""
     retry_first_s: float = 0.1
