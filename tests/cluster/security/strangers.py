@@ -78,14 +78,14 @@ class Strangers:
                 if kind == "garbage":
                     writer.write(self._random.randbytes(200))
                 elif kind == "slow":
-                    hello = _hello()
+                    hello = client_hello()
                     for at in range(len(hello)):
                         writer.write(hello[at : at + 1])
                         await asyncio.sleep(0.2)
                         if writer.transport.is_closing():
                             return
                 elif kind == "hello_only":
-                    writer.write(_hello())
+                    writer.write(client_hello())
                 while await reader.read(1 << 16):
                     pass
         except (OSError, TimeoutError):
@@ -96,7 +96,7 @@ class Strangers:
                 writer.transport.abort()
 
 
-def _hello() -> bytes:
+def client_hello() -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
