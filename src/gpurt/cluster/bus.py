@@ -140,6 +140,8 @@ class EventEngine(Protocol):
 
     on_return: Callable[[], None] | None
     """Called on the loop when the hub is there again after it was away."""
+    on_quiet: Callable[[], None] | None
+    """Called on the loop when a process of this node's name, perhaps this one, has looked who else uses the name."""
 
     async def start(self) -> None:
         """Open the bus. Waits, as long as it takes, until it can be reached; cancel to give up.

@@ -119,6 +119,7 @@ class InProcessEngine:
         self._since = 0.0
         self.on_return: Callable[[], None] | None = None
         """Never called: this bus is always there."""
+        self.on_quiet: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> str:
@@ -203,8 +204,9 @@ class InProcessEngine:
             if member.node is not None and member._state is not None and node in (ANY, member.node):
                 held = max(0.0, time.monotonic() - member._since)
                 replies.append(StateReply(member.node, member._state, held))
-                if member._on_asked is not None and not quiet:
-                    member._on_asked()
+                notify = member.on_quiet if quiet else member._on_asked
+                if notify is not None:
+                    notify()
         return tuple(replies)
 
     async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:

@@ -84,6 +84,7 @@ class NatsEngine:
         self._subscriptions: list[NatsSubscription] = []
         self._readings: list[NatsReadings] = []
         self.on_return: Callable[[], None] | None = None
+        self.on_quiet: Callable[[], None] | None = None
         self._away = False
 
     @property
@@ -174,7 +175,9 @@ class NatsEngine:
             self._protection.check_node(node)
         self._answer_nothing()  # of a run before
         self._answering = None if on_command is None else Answering(on_command)
-        joined = self._node = NatsNode(self._cluster, node, state, self._answering, on_asked, self.settings)
+        joined = self._node = NatsNode(
+            self._cluster, node, state, self._answering, on_asked, self.settings, self._asked_quietly
+        )
         try:
             await self._declare(joined.connected)
         except BaseException:
@@ -289,6 +292,10 @@ class NatsEngine:
             await subscription.end()
 
     # Inside
+
+    def _asked_quietly(self) -> None:
+        if self.on_quiet is not None:
+            self.on_quiet()
 
     def _answer_nothing(self) -> None:
         if self._answering is not None:

@@ -46,11 +46,12 @@ class NatsNode:
         answering: Answering | None,
         on_asked: OnAsked | None,
         settings: NatsSettings,
+        on_quiet: OnAsked,
     ) -> None:
         self.node, self.state = node, state
         self._since = time.monotonic()
         self._cluster, self._settings = cluster, settings
-        self._answering, self._on_asked = answering, on_asked
+        self._answering, self._on_asked, self._on_quiet = answering, on_asked, on_quiet
         self._live = subject(cluster, node, LIVE)
         self._client: Any = None
         self._subscriptions: list[Any] = []
@@ -141,7 +142,9 @@ class NatsNode:
         for number in range(count):
             part = state[number * PART_BYTES : (number + 1) * PART_BYTES]
             await client.publish(message.reply, part, headers={PART: f"{token} {number} {count}", HELD: held})
-        if self._on_asked is not None and not message.data:
+        if message.data:
+            self._on_quiet()
+        elif self._on_asked is not None:
             self._on_asked()
 
     async def _answer_command(self, message: Any) -> None:

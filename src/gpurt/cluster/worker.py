@@ -199,6 +199,7 @@ async def run_worker(
                 else:
                     await publisher.start(await found)
                 group.create_task(_keep_name(publisher, name_unsure), name="gpurt-worker-name")
+                group.create_task(publisher.answer_rivals(), name="gpurt-worker-rivals")
                 group.create_task(_follow_attention(config, publisher, on_heard), name="gpurt-worker-attention")
                 monitoring = None
                 if config.telemetry_s is not None:

@@ -111,6 +111,7 @@ class ZenohEngine:
         self._readings: list[ZenohReadings] = []
         self._commands: ZenohCommands | None = None
         self.on_return: Callable[[], None] | None = None
+        self.on_quiet: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> str:
@@ -365,9 +366,13 @@ class ZenohEngine:
             if on_asked is not None:
                 on_asked()
 
-        def asked_elsewhere() -> None:
+        def asked_quietly() -> None:
+            if here() and self.on_quiet is not None:
+                self.on_quiet()
+
+        def asked_elsewhere(quiet: bool) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
-                loop.call_soon_threadsafe(asked)
+                loop.call_soon_threadsafe(asked_quietly if quiet else asked)
 
         self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take, asked_elsewhere)
         self._commands = commands

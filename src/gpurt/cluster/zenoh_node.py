@@ -28,7 +28,7 @@ class ZenohNode:
     Args:
         on_command: called on a thread of zenoh with the payload and the query, which it must answer and drop;
             False when it cannot take it.
-        on_asked: called on a thread of zenoh when the state was asked for.
+        on_asked: called on a thread of zenoh when the state was asked for; with True, by who uses the same name.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ZenohNode:
         node: str,
         state: bytes,
         on_command: Callable[[bytes, Any], bool] | None,
-        on_asked: Callable[[], None],
+        on_asked: Callable[[bool], None],
     ) -> None:
         self.node = node
         self._since = time.monotonic()
@@ -134,8 +134,7 @@ class ZenohNode:
         with query:
             quiet = query.payload is not None
             query.reply(self._key[STATE], self.state, attachment=held_text(self._since))
-        if not quiet:
-            self._on_asked()
+        self._on_asked(quiet)
 
     def _answer_command(self, query: Any) -> None:
         payload = query.payload
