@@ -55,6 +55,7 @@ LAYERS: Final = 4
 
 OF_WORKERS: Final = ("kill", "terminate", "freeze", *FAULTS, "double", "strangers")
 OF_OTHERS: Final = ("hub kill", "hub freeze", "master kill", "master freeze")
+WITH_CERTIFICATES: Final = ("roster",)
 HOSTILE: Final = ("lie", "flood")
 
 
@@ -296,6 +297,7 @@ class Chaos:
 
     async def _round(self) -> None:
         kinds = [*OF_WORKERS, *OF_OTHERS]
+        kinds += WITH_CERTIFICATES if self.options.tls else ()
         kinds += HOSTILE if self.options.hostile and not self.options.nats else ()
         kind, name = self.random.choice(kinds), self.random.choice(self.names)
         meanwhile = asyncio.create_task(self._command())
@@ -305,6 +307,7 @@ class Chaos:
             "freeze": self._freeze,
             "double": self._double,
             "strangers": self._strangers,
+            "roster": self._roster,
             "lie": self._lie,
             "flood": self._flood,
         }
@@ -436,6 +439,13 @@ class Chaos:
         if not self.workers[name].running:
             self.report.violations.append(f"{name} has ended because of another process of its name")
             await self._again(self.workers[name])
+
+    async def _roster(self, name: str) -> None:
+        """A new name: the hub opens its session anew within a second or two."""
+        from gpurt.cluster.security.enrolment import enrol
+
+        await asyncio.to_thread(enrol, self.folder / "cluster", f"new-{self.report.faults['roster']}")
+        await asyncio.sleep(2.0)
 
     async def _strangers(self, name: str) -> None:
         end, open_ones = time.monotonic() + 2.0, list[asyncio.StreamWriter]()
