@@ -17,9 +17,14 @@ def progress(line: str) -> Generator[Report]:
         line: printed where stderr is no terminal, so that a log says what is being waited for.
     """
     if not sys.stderr.isatty():
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-        yield lambda what, done, total: None
+        waiting = [line]
+
+        def say(what: str, done: float, total: float) -> None:
+            if waiting:  # not before it has begun: what is refused at once is one line, too
+                sys.stderr.write(waiting.pop() + "\n")
+                sys.stderr.flush()
+
+        yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
