@@ -96,8 +96,8 @@ def _revoke(args: argparse.Namespace) -> str:
     revoke(args.folder, args.name)
     return (
         f"{args.name} is off the roster, and the name is not given again\nnext:\n"
-        f"  nothing where the hub uses {Path(args.folder) / 'hub'}: it shuts the name out within a second; where it uses "
-        f"a copy of that folder, copy {Path(args.folder) / 'hub' / 'roster.json'} there, or it lets the name in\n"
+        f"  nothing where the hub uses {Path(args.folder) / 'hub'}: it shuts the name out within a second; where it "
+        f"uses a copy of that folder, copy {Path(args.folder) / 'hub' / 'roster.json'} there, or it lets the name in\n"
     )
 
 
