@@ -39,8 +39,8 @@ async def through(proxied: str, cluster: str) -> AsyncIterator[tuple[EventEngine
         await proxy.close()
 
 
-async def damage(proxied: str, fault: str, times: int) -> None:
-    cluster = f"damaged-{fault}-{times}"
+async def damage(proxied: str, fault: str, to: str, times: int) -> None:
+    cluster = f"damaged-{fault}-{to}-{times}"
     async with through(proxied, cluster) as (watching, node, proxy):
         view = JudgedView()
         observing = asyncio.create_task(ClusterObserver(watching, view).run())
@@ -48,13 +48,13 @@ async def damage(proxied: str, fault: str, times: int) -> None:
         await publisher.start(result(device(memory_available=0)))
         await until(lambda: view.snapshot().nodes.get("n1"))
         for number in range(1, times + 1):
-            proxy.set(fault)
+            proxy.set(fault, to=to)
             try:
                 for step in range(8):  # something has to pass to be damaged
                     changed = result(device(memory_available=100 * number + step))
                     async with asyncio.timeout(WHOLE_S + 5):
                         await publisher.publish_snapshot(changed)
-                    await asyncio.sleep(0.05)
+                    await watching.snapshot("n1", timeout=0.05)
             finally:
                 proxy.heal()
             begin = time.monotonic()
@@ -64,6 +64,8 @@ async def damage(proxied: str, fault: str, times: int) -> None:
                 same = digest(record.gpu_devices) == digest(publisher.devices.values())
                 return record.state == "healthy" and same
 
+            while not await watching.snapshot("n1", timeout=0.1):  # the other direction
+                assert time.monotonic() - begin < 3 * WHOLE_S
             await until(whole, f"the view after {fault} {number}", timeout=3 * WHOLE_S)
             assert time.monotonic() - begin < WHOLE_S
         assert not view.faults
@@ -74,12 +76,13 @@ async def damage(proxied: str, fault: str, times: int) -> None:
 @pytest.mark.parametrize("proxied", ["tcp/", "nats://"])
 async def test_a_view_is_whole_after_lost_bytes(proxied: str) -> None:
     pytest.importorskip("zenoh" if proxied == "tcp/" else "nats")
-    await damage(proxied, "drop", 1)
+    await damage(proxied, "drop", "node", 1)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("proxied", ["tcp/", "nats://"])
 @pytest.mark.parametrize("fault", ["drop", "reorder"])
-async def test_a_view_is_whole_after_damage_again_and_again(fault: str, proxied: str) -> None:
+@pytest.mark.parametrize("to", ["hub", "node", "both"])
+async def test_a_view_is_whole_after_damage_again_and_again(to: str, fault: str, proxied: str) -> None:
     pytest.importorskip("zenoh" if proxied == "tcp/" else "nats")
-    await damage(proxied, fault, 10)
+    await damage(proxied, fault, to, 6)

@@ -19,7 +19,7 @@ class ChaosProxy:
         self.port = 0
         self._random = random.Random(seed)
         self._fault: str | None = None
-        self._damaged = 0
+        self._damaged, self._to = 0, "both"
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._server: asyncio.Server | None = None
@@ -40,9 +40,13 @@ class ChaosProxy:
         for writer in tuple(self._writers):
             writer.transport.abort()
 
-    def set(self, fault: str) -> None:
-        """Damage is done to the next three pieces of each direction; the others last until ``heal``."""
-        self._fault, self._damaged = fault, 0
+    def set(self, fault: str, *, to: str = "both") -> None:
+        """Damage is done to the next six pieces that pass; the others last until ``heal``.
+
+        Args:
+            to: damage only what goes to the ``hub``, or to the ``node``.
+        """
+        self._fault, self._damaged, self._to = fault, 0, to
         if fault == "cut":
             self.cut()
         elif fault == "half_close":
@@ -62,7 +66,10 @@ class ChaosProxy:
         try:
             beyond, there = await asyncio.open_connection("127.0.0.1", self.target_port)
             self._writers.add(there)
-            ways = [asyncio.create_task(self._pass(reader, there)), asyncio.create_task(self._pass(beyond, writer))]
+            ways = [
+                asyncio.create_task(self._pass(reader, there, "hub")),
+                asyncio.create_task(self._pass(beyond, writer, "node")),
+            ]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for way in ways:
                 way.cancel()
@@ -75,13 +82,13 @@ class ChaosProxy:
                     self._writers.discard(each)
                     each.transport.abort()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: str) -> None:
         held = b""
         while data := await reader.read(CHUNK):
             await self._flowing.wait()
             if self._fault == "delay":
                 await asyncio.sleep(self._random.uniform(0.05, 0.3))
-            elif self._fault in ("corrupt", "drop", "reorder") and self._damaged < 6:
+            elif self._fault in ("corrupt", "drop", "reorder") and self._damaged < 6 and self._to in ("both", to):
                 self._damaged += 1
                 at = self._random.randrange(len(data))
                 if self._fault == "corrupt":

@@ -39,10 +39,9 @@ class ZenohSettings:
     lease_s: float = 3.0
     """A peer that is silent for this long is gone. Twice in it each shows that it is there, so that one may be late by
     half of it; more often would only be work for the hub, since TCP loses nothing. zenoh's own default, 10 s, is how
-    long a frozen host would stay unnoticed; a process that dies is seen at once, by its closed connection."""
-    hub_lease_s: float = 4.0
-    """The same for the hub, as its clients see it. Bytes that are lost or change places in what the hub sends show only
-    by its silence, so this and a reconnection have to fit into 5 s. At 12 s an idle hub took no less of a processor."""
+    long a frozen host would stay unnoticed; a process that dies is seen at once, by its closed connection. Bytes that
+    are lost or change places show only by the silence after them, and may look like one message more: half of it, the
+    whole of it and a reconnection have to fit into 5 s."""
     retry_first_s: float = 0.1
     retry_longest_s: float = 1.0
     """Between two attempts to connect, doubling from the first to the longest."""
@@ -138,7 +137,7 @@ def session_config(
             "period_max_ms": round(settings.retry_longest_s * millis),
             "period_increase_factor": 2,
         },
-        "transport/link/tx/lease": round((settings.hub_lease_s if listen else settings.lease_s) * millis),
+        "transport/link/tx/lease": round(settings.lease_s * millis),
         "transport/link/tx/keep_alive": 2,
         # Who has connected and says nothing holds one of the places for those who are just being let in.
         "transport/unicast/accept_timeout": ACCEPT_TIMEOUT_MS,

@@ -46,6 +46,8 @@ FAILURES: Final = 10.0
 ADDRESSES: Final = 4096
 MAX_HELLO: Final = 16 << 10
 CHUNK: Final = 64 << 10
+HUB_AWAY: Final = "hub away"
+"""The reason of those that come while the hub opens its session anew."""
 LOG_S: Final = 60.0
 """At least between two warnings."""
 
@@ -218,10 +220,12 @@ class Door:
         if connection.lane is not None:
             connection.lane.handshakes -= 1
             connection.lane.free_at = max(now, connection.lane.free_at) + PAUSE_S
+        self.refused[reason] += 1
+        if reason == HUB_AWAY:
+            return  # nothing that they have done
         address = self._address(connection.address)
         address.suspected(now)
         address.failures = min(2 * FAILURES, address.failures + 1)
-        self.refused[reason] += 1
         if address.failures >= FAILURES and now >= self._told_at + LOG_S:
             news = self.refused - self._told
             self._told_at, self._told = now, Counter(self.refused)
@@ -398,7 +402,7 @@ class _Inner(_Side):
         try:
             transport, outer = await self.loop.create_connection(lambda: _Outer(self), "127.0.0.1", lane.port)
         except OSError:
-            self.refuse("hub away")  # it is being started again
+            self.refuse(HUB_AWAY)
             return
         if self._over or self.transport is None:
             transport.abort()
