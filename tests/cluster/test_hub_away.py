@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpurt.cluster.answering import Answering
 from gpurt.cluster.changes import ChangeKind
+from gpurt.cluster.errors import BusUnavailable
 from gpurt.cluster.master import MasterConfig, run_master
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.view import HUB_GRACE_S, MasterView
@@ -178,3 +180,19 @@ def test_what_a_worker_says_of_a_refusal() -> None:
 @pytest.mark.parametrize("payload", [b"", b"null", b"[]", b"{}", b'{"cluster":1}', b'{"cluster":"A B","listed":true}'])
 def test_what_is_no_answer_of_a_hub(payload: bytes) -> None:
     assert admission_of(payload) is None
+
+
+async def test_an_answer_that_cannot_be_sent_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The connection may end while a node works on a command."""
+
+    async def work(payload: bytes) -> bytes:
+        return payload
+
+    async def lost(payload: bytes, error: bool) -> None:
+        raise BusUnavailable("the connection has ended")
+
+    answering = Answering(work)
+    with caplog.at_level(logging.INFO):
+        answering.take(b"ping", lost)
+        await until(lambda: "could not be sent" in caplog.text)
+    assert "never retrieved" not in caplog.text

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from gpurt.cluster.answering import Answering
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, OnAsked, held_text
+from gpurt.cluster.errors import BusUnavailable
 from gpurt.cluster.keys import COMMAND, LIVE, STATE
 from gpurt.cluster.nats_settings import TOKEN, NatsSettings, load_nats, stream_name, subject, who_subject
 
@@ -154,7 +155,11 @@ class NatsNode:
             return
 
         async def reply(payload: bytes, error: bool) -> None:
-            await client.publish(message.reply, payload, headers={ERROR: "1"} if error else None)
+            nats = load_nats()
+            try:
+                await client.publish(message.reply, payload, headers={ERROR: "1"} if error else None)
+            except (OSError, nats.errors.Error) as exc:
+                raise BusUnavailable(f"the connection has ended: {exc!r}") from exc
 
         size = len(message.data)
         if size > MAX_COMMAND_BYTES:
