@@ -479,7 +479,7 @@ def test_on_a_terminal_a_hub_goes_away_and_comes_back_and_ctrl_c_is_no_failure(t
         terminal.until(lambda text: "1 node (1 healthy)" in text and "simulated:0" in text)
         hub.kill()
         hub.wait()
-        terminal.until(lambda text: "went away; waiting until it is back" in text and "n1 (lost" in text)
+        terminal.until(lambda text: "went away; waiting until it is back" in text and "n1 (unknown" in text)
         terminal.text = ""
         hub = start("master", "--listen", endpoint)
         terminal.until(lambda text: "1 node (1 healthy)" in text and "connected to the hub" in text)

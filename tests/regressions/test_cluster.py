@@ -306,9 +306,9 @@ async def test_a_closed_bus_leaves_no_callback_that_would_abort_the_process(
     await node.close()
     await hub.close()
     assert [callbacks.wait(0) for callbacks in made.values()] == [True, True]
-    # The node's state and commands, its watch of the hub and its flush; the hub's tokens and question. The thread that
-    # takes out events has ended as well, or it would still be counted.
-    assert len(ended) == 6
+    # The node's state and commands, its watch of the hub and its flush; the hub's tokens, question and door. The thread
+    # that takes out events has ended as well, or it would still be counted.
+    assert len(ended) == 7
 
 
 async def test_a_start_that_is_given_up_leaves_no_thread_inside_zenoh(

@@ -88,8 +88,8 @@ def _enrol(args: argparse.Namespace) -> str:
     if role is Role.HUB:
         return text + f"  {_command('gpurt', 'master', '--tls', own)}   when the master is started again\n"
     text += (
-        f"  start the master again, or copy {folder / 'hub' / 'roster.json'} to its folder and do so there: "
-        "it reads who may connect when it starts; nodes connect again by themselves\n"
+        f"  nothing where the hub uses {folder / 'hub'}: it reads who may connect again within a second; where it uses "
+        f"a copy of that folder, copy {folder / 'hub' / 'roster.json'} there\n"
         f"  copy {own} to the machine, readable for its user alone\n"
     )
     if role is Role.NODE:
@@ -103,8 +103,8 @@ def _revoke(args: argparse.Namespace) -> str:
     revoke(args.folder, args.name)
     return (
         f"{args.name} is off the roster, and the name is not given again\nnext:\n"
-        f"  start the master again, or copy {Path(args.folder) / 'hub' / 'roster.json'} to its folder and do so there: "
-        "until then it lets the name in\n"
+        f"  nothing where the hub uses {Path(args.folder) / 'hub'}: it shuts the name out within a second; where it "
+        f"uses a copy of that folder, copy {Path(args.folder) / 'hub' / 'roster.json'} there, or it lets the name in\n"
     )
 
 

@@ -24,6 +24,7 @@ _STYLES: Final = {
     "suspect": "yellow",
     "degraded": "yellow",
     "unresponsive": "yellow",
+    "unknown": "yellow",
     "lost": "red",
     "left": "dim",
     "removed": "dim",
@@ -70,6 +71,8 @@ def cluster_table(
             table.add_row("…", f"{more} more {'node' if more == 1 else 'nodes'}")
             break
         state = Text(node.state, style=_STYLES.get(node.state, ""))
+        if node.state == "unknown":
+            state.append(" (hub away)", style="dim")
         if node.draining:
             state.append(" (draining)", style="dim")
         first = (Text(name), state)

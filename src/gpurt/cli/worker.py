@@ -297,7 +297,10 @@ def default_node() -> str:
     """The host's name, made to fit a node name."""
     import platform
 
-    return re.sub(r"[^a-z0-9_-]", "-", platform.node().lower())[:64] or "node"
+    from gpurt.cluster.keys import RESERVED
+
+    name = re.sub(r"[^a-z0-9_-]", "-", platform.node().lower())[:64] or "node"
+    return f"{name}-node" if name in RESERVED else name
 
 
 def byte_count(text: str) -> int:

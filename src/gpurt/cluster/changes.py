@@ -17,6 +17,8 @@ class ChangeKind(StrEnum):
     NODE_UPDATED = "node_updated"
     """Summary, host or reports of the node, whether it is draining; also a new run of its process."""
     NODE_SUSPECT = "node_suspect"
+    NODE_UNKNOWN = "node_unknown"
+    """The hub is away."""
     NODE_LOST = "node_lost"
     NODE_BACK = "node_back"
     NODE_LEFT = "node_left"

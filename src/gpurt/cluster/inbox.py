@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, Generic, Self, TypeVar
 
-from gpurt.cluster.bus import BusItem, EventReceived, EventsDropped, NodeDown, NodeUp
+from gpurt.cluster.bus import BusItem, EventReceived, EventsDropped, HubAway, HubBack, NodeDown, NodeUp
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Inbox:
         """Any thread; one at a time for the events."""
         if self._closed:
             return
-        if isinstance(item, (NodeUp, NodeDown)):
+        if isinstance(item, (NodeUp, NodeDown, HubAway, HubBack)):
             self._membership[item.node] = item
             self._wake()
             return
@@ -224,6 +224,8 @@ class Inbox:
         return self._word() if item is None else item
 
     def _word(self) -> BusItem | None:
+        if "" in self._membership:  # of the hub: what it means for all nodes comes before the news of each
+            return self._membership.pop("")
         if (node := _first(self._membership)) is not None:
             return self._membership.pop(node)
         if (node := _first(self._dropped_of)) is not None:

@@ -7,6 +7,7 @@ announced to that subscriber alone.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Self
 
@@ -115,6 +116,10 @@ class InProcessEngine:
         self._subscriptions: list[InProcessSubscription] = []
         self._readers: list[TakeReadings] = []
         self.node: str | None = None
+        self._since = 0.0
+        self.on_return: Callable[[], None] | None = None
+        """Never called: this bus is always there."""
+        self.on_quiet: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> str:
@@ -140,6 +145,7 @@ class InProcessEngine:
         if self.node is not None:
             raise ClusterError(f"already joined as node {self.node}")
         self.node, self._state, self._on_command, self._on_asked = node, state, on_command, on_asked
+        self._since = time.monotonic()
         self._bus.members.append(self)
         self._bus.deliver(NodeUp(node))
 
@@ -189,16 +195,18 @@ class InProcessEngine:
             subscription.post(NodeUp(node))
         return subscription
 
-    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
+    async def snapshot(self, node: str, *, timeout: float = 2.0, quiet: bool = False) -> tuple[StateReply, ...]:
         self._check_started()
         if node != ANY:
             check_name(node, "node")
         replies: list[StateReply] = []
         for member in tuple(self._bus.members):
             if member.node is not None and member._state is not None and node in (ANY, member.node):
-                replies.append(StateReply(member.node, member._state))
-                if member._on_asked is not None:
-                    member._on_asked()
+                held = max(0.0, time.monotonic() - member._since)
+                replies.append(StateReply(member.node, member._state, held))
+                notify = member.on_quiet if quiet else member._on_asked
+                if notify is not None:
+                    notify()
         return tuple(replies)
 
     async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -49,12 +49,14 @@ async def survey_links(
     *,
     term: int = 0,
     budget: LinkBudget | None = None,
+    on_measured: Callable[[int, int], None] | None = None,
 ) -> SurveyResult:
     """Have the ways of ``pairs`` (source, target) measured, e.g. of ``pairs_to_measure``. One that fails does not keep
     the others from being measured.
 
     Args:
         snapshot: knows where nodes listen.
+        on_measured: called with how many of the ways are done, measured or not, and how many there are.
 
     Raises:
         BusClosed: the engine is not started.
@@ -68,11 +70,14 @@ async def survey_links(
             result.failed[source, target] = f"node {target} is not there, or lets nobody measure"
         else:
             peers.setdefault(source, []).append(PeerAddress(node=target, endpoint=endpoint))
+    total = len(result.failed) + sum(map(len, peers.values()))
     at_once = asyncio.Semaphore(SOURCES)
 
     async def measure(source: str, some: list[PeerAddress]) -> None:
         async with at_once:
             for start in range(0, len(some), MAX_PEERS):
+                if on_measured is not None:
+                    on_measured(len(result.measured) + len(result.failed), total)
                 part = some[start : start + MAX_PEERS]
                 try:
                     answer = await request_links(engine, source, part, term=term, budget=budget)

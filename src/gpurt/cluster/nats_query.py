@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpurt.cluster.bus import MAX_STATE_BYTES
+from gpurt.cluster.bus import MAX_STATE_BYTES, held_of
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import ClusterError, NoAnswer
 from gpurt.cluster.log_limit import LimitedLog
-from gpurt.cluster.nats_node import ERROR, PART, PART_BYTES
+from gpurt.cluster.nats_node import ERROR, HELD, PART, PART_BYTES
 from gpurt.cluster.nats_settings import header, load_nats
 from gpurt.cluster.reply_budget import SENDER_LARGEST, SENDER_REPLIES
 from gpurt.printable import printable
@@ -36,17 +36,17 @@ class StateQuery:
     def __init__(self, node: str, expected: Callable[[], int]) -> None:
         self._node, self._expected = node, expected
         self._parts: dict[str, dict[int, bytes]] = {}
-        self._whole: dict[str, bytes] = {}
+        self._whole: dict[str, tuple[bytes, float]] = {}
         self._bytes = 0
         self._nobody = False
         self._news = asyncio.Event()
 
-    async def ask(self, client: Any, subject: str, timeout: float) -> list[bytes]:
-        """Those that are there within ``timeout`` seconds."""
+    async def ask(self, client: Any, subject: str, timeout: float, *, quiet: bool = False) -> list[tuple[bytes, float]]:
+        """Those that are there within ``timeout`` seconds, and for how long each has held its name."""
         inbox = client.new_inbox()
         subscription = await client.subscribe(inbox, cb=self._take)
         try:
-            await client.publish(subject, b"", reply=inbox)
+            await client.publish(subject, b"quiet" if quiet else b"", reply=inbox)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._wait(client)
@@ -92,7 +92,8 @@ class StateQuery:
         parts = self._parts.setdefault(token, {})
         parts[number] = message.data
         if all(each in parts for each in range(count)):
-            self._whole[token] = b"".join(parts[each] for each in range(count))
+            held = held_of(header(message, HELD).encode())
+            self._whole[token] = b"".join(parts[each] for each in range(count)), held
 
 
 async def ask_command(client: Any, node: str, subject: str, payload: bytes, timeout: float) -> bytes:

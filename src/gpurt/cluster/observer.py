@@ -23,6 +23,8 @@ from gpurt.cluster.bus import (
     EventReceived,
     EventRefused,
     EventsDropped,
+    HubAway,
+    HubBack,
     NodeDown,
     NodeUp,
     StateReply,
@@ -50,6 +52,8 @@ READING_SHARE: Final = 10.0
 """Times as long as it took to read an answer, the node is left alone."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
+HELD_EQUAL_S: Final = 0.05
+"""By so much may two answers to one question to be apart for having been given one after the other."""
 EARLY: Final = 0.02
 """Share of that interval by which a check may be early, so that those of many nodes are found due together."""
 BURST: Final = 64
@@ -160,6 +164,13 @@ class ClusterObserver:
     # What comes in
 
     def _take(self, item: BusItem) -> None:
+        if isinstance(item, HubAway):
+            self.view.hub_away()
+            return
+        if isinstance(item, HubBack):
+            self.view.hub_back()
+            self._remind(self.view.deadline)
+            return
         known = self._known(item.node)
         if known is None:
             return
@@ -335,8 +346,10 @@ class ClusterObserver:
 
     def _answered(self, name: str, known: _Node, answers: tuple[_Answer, ...], reason: Resync) -> bool:
         snapshots: dict[Epoch, NodeSnapshot] = {}
-        for _, snapshot in answers:
+        held: dict[Epoch, float] = {}
+        for reply, snapshot in answers:
             epoch, seq = snapshot.position
+            held[epoch] = max(reply.held_s, held.get(epoch, 0.0))
             if epoch not in snapshots or seq > snapshots[epoch].seq:
                 snapshots[epoch] = snapshot
         if not snapshots:
@@ -347,10 +360,12 @@ class ClusterObserver:
             snapshots = {
                 epoch: each for epoch, each in snapshots.items() if epoch != ended.epoch or each.seq > ended.seq
             }
-        record = self.view.node(name)
-        # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
-        first = min(snapshots) if record is None else Epoch.parse(record.epoch)
-        kept = snapshots.pop(first if first in snapshots else min(snapshots))
+        # One that answers alone is the present run, whatever its number: the run before it is gone. Of several that
+        # live, the process that has held the name for longest keeps it, also where this observer has believed another
+        # one: to a master that has just been started, or whose hub has, either may have come first. Within the time of
+        # an answer they are equal, and the earlier run is kept, so that every master chooses alike.
+        longest = max(held[epoch] for epoch in snapshots)
+        kept = snapshots.pop(min(epoch for epoch in snapshots if held[epoch] >= longest - HELD_EQUAL_S))
         self.view.node_answered(name, kept.epoch)
         self._remind(self.view.plans_due)
         self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))

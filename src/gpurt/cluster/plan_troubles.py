@@ -23,6 +23,10 @@ NAMED: Final = 16
 MAX_INSTANCES: Final = 4096
 """Instances that are watched; each node may name 64."""
 
+_FOLLOWING: Final = frozenset({NodeState.HEALTHY, NodeState.UNKNOWN})
+"""Nodes that are taken to follow what they have said last. Nothing later can be known of a node that is unknown because
+the hub is away."""
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -112,7 +116,7 @@ class PlanTroubles:
 
     def _troubles(self, instance: str, term: int) -> Iterator[PlanTrouble]:
         shards = {name: shard for name in self._holders.get(instance, ()) if (shard := self._shard(name, instance))}
-        there = {name: shard for name, shard in shards.items() if self.nodes[name].state is NodeState.HEALTHY}
+        there = {name: shard for name, shard in shards.items() if self.nodes[name].state in _FOLLOWING}
         if not shards:
             self._holders.pop(instance, None)
         latest = believed_version((shard.version for shard in (there or shards).values()), term)
@@ -187,7 +191,7 @@ class PlanTroubles:
         record = self.nodes.get(name)
         if record is None:
             return "it was never seen"
-        if record.state is not NodeState.HEALTHY:
+        if record.state not in _FOLLOWING:
             return f"it is {record.state}"
         shard = record.placement.shard(instance)
         if shard is None:

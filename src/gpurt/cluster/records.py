@@ -19,6 +19,8 @@ class NodeState(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     """Its liveliness token is gone; not given up yet."""
+    UNKNOWN = "unknown"
+    """The hub is away from the observer: nothing can be known of the node, and nothing is against it."""
     LOST = "lost"
     """Gone for longer than the grace."""
     LEFT = "left"

@@ -40,6 +40,9 @@ from gpurt.cluster.telling import Telling
 
 GRACE_S: Final = 2.0
 """From suspect to lost: as long as the bus takes to notice a silent peer."""
+HUB_GRACE_S: Final = 10.0
+"""From the return of the hub until a node that has not come back with it is lost: it tries every second, and a thousand
+take some seconds."""
 MAX_NODES: Final = 4096
 MAX_DEVICES: Final = 4096
 """Per node."""
@@ -80,6 +83,9 @@ class MasterView:
         self._nodes: dict[str, NodeRecord] = {}
         self._up: set[str] = set()
         self._suspects: set[str] = set()
+        self._unknown: set[str] = set()
+        self._hub_away = False
+        self._hub_back_at = 0.0
         self._left: dict[str, Position] = {}
         """Where a node's goodbye stands. It is of that run alone."""
         self._returning: set[str] = set()
@@ -113,10 +119,12 @@ class MasterView:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` must be called next, on ``clock``."""
-        since = min((self._nodes[name].state_since for name in self._suspects), default=None)
-        due = None if since is None else since + self.grace_s
-        plans = self._plans.due
-        return plans if due is None or (plans is not None and plans < due) else due
+        due = [self._nodes[name].state_since + self.grace_s for name in self._suspects]
+        if self._unknown and not self._hub_away:
+            due.append(self._hub_back_at + HUB_GRACE_S)
+        if self._plans.due is not None:
+            due.append(self._plans.due)
+        return min(due, default=None)
 
     @property
     def plans_due(self) -> float | None:
@@ -236,6 +244,7 @@ class MasterView:
 
     def node_down(self, name: str, *, left: bool = False) -> None:
         """The node's token is gone; ``left``: it said that it would be."""
+        was_up = name in self._up
         self._up.discard(name)
         returning = name in self._returning
         self._returning.discard(name)
@@ -245,12 +254,34 @@ class MasterView:
                 self._unseen.add(name)
         elif left:
             self._enter_left(record)
-        elif record.state is NodeState.HEALTHY or returning:
+        elif self._hub_away:
+            return  # its token has ended here, with the connection of who looks
+        elif record.state is NodeState.HEALTHY or returning or (record.state is NodeState.UNKNOWN and was_up):
             self._enter(record, NodeState.SUSPECT, ChangeKind.NODE_SUSPECT, "its connection ended")
+
+    def hub_away(self) -> None:
+        """Nobody can be heard: every node that was there, or was just missed, is unknown until the hub is back."""
+        self._hub_away = True
+        self._up.clear()
+        for record in tuple(self._nodes.values()):
+            there = record.state in (NodeState.HEALTHY, NodeState.SUSPECT) or record.node in self._returning
+            if there:
+                self._enter(record, NodeState.UNKNOWN, ChangeKind.NODE_UNKNOWN, "the hub is away")
+
+    def hub_back(self) -> None:
+        """Nodes can be heard again, and come back one by one; those that do not within ``HUB_GRACE_S`` are lost. Also
+        where the hub was away so shortly that nobody was told of it."""
+        if not self._hub_away:
+            self.hub_away()
+        self._hub_away = False
+        self._hub_back_at = self.clock()
 
     def tick(self) -> None:
         """Give up the suspects whose grace is over, and say what is wrong about plans."""
         now = self.clock()
+        if self._unknown and not self._hub_away and self._hub_back_at + HUB_GRACE_S <= now:
+            for record in [self._nodes[name] for name in self._unknown]:
+                self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, "it did not come back with the hub")
         for record in [self._nodes[name] for name in self._suspects]:
             if record.state_since + self.grace_s <= now:
                 self._enter(record, NodeState.LOST, ChangeKind.NODE_LOST, silent(record, now))
@@ -400,10 +431,11 @@ class MasterView:
     def _note_suspicion(self, record: NodeRecord) -> None:
         if record.state is not NodeState.LEFT:
             self._returning.discard(record.node)
-        if record.state is NodeState.SUSPECT:
-            self._suspects.add(record.node)
-        else:
-            self._suspects.discard(record.node)
+        for state, names in ((NodeState.SUSPECT, self._suspects), (NodeState.UNKNOWN, self._unknown)):
+            if record.state is state:
+                names.add(record.node)
+            else:
+                names.discard(record.node)
 
     def _state_after(self, old: NodeRecord | None, snapshot: NodeSnapshot) -> NodeState:
         up = snapshot.node in self._up
@@ -418,6 +450,8 @@ class MasterView:
         if old is None and snapshot.node in self._unseen:
             self._unseen.discard(snapshot.node)
             return NodeState.LEFT
+        if self._hub_away and (old is None or old.state is NodeState.HEALTHY):
+            return NodeState.UNKNOWN
         return NodeState.SUSPECT if old is None or old.state is NodeState.HEALTHY else old.state
 
     def _make_room(self, name: str) -> bool:

@@ -1,0 +1,24 @@
+"""The chaos program for about a minute; by hand it runs for hours (see its first lines)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.stories.chaos import Chaos, options_of
+
+pytest.importorskip("zenoh")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("words", [["--seed", "11"], ["--seed", "12", "--tls"], ["--seed", "13", "--nats"]], ids=str)
+async def test_views_are_true_again_after_every_fault(words: list[str], tmp_path: Path) -> None:
+    if "--tls" in words:
+        pytest.importorskip("cryptography")
+    if "--nats" in words:
+        pytest.importorskip("nats")
+    report = await Chaos(options_of([*words, "--seconds", "20"]), tmp_path).run()
+    assert not report.violations, report.text()
+    assert report.faults.total() >= 2
+    assert report.applied > 0
