@@ -1,7 +1,7 @@
 """The bus inside one process: what a worker with its master embedded uses, and what tests use.
 
-All participants live on one event loop. A subscriber has a bounded stream; what does not fit is dropped and
-announced to that subscriber alone.
+All participants live on one event loop. A subscriber holds a bounded number of events of each node; what does not fit is
+dropped and announced to that subscriber alone.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, Self
-
-import anyio
+from typing import Final
 
 from gpurt.cluster.bus import (
     MAX_STATE_BYTES,
     BusItem,
     CommandHandler,
     EventReceived,
-    EventsDropped,
     NodeDown,
     NodeUp,
     OnAsked,
@@ -27,6 +24,7 @@ from gpurt.cluster.bus import (
 )
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
+from gpurt.cluster.inbox import Inbox
 from gpurt.cluster.keys import ANY, check_name
 from gpurt.cluster.readings import MAX_READINGS_BYTES
 
@@ -37,7 +35,7 @@ class InProcessBus:
     """What the engines of one process share. Make one per cluster and give it to each engine.
 
     Args:
-        buffer_items: items that a subscriber may be behind.
+        buffer_items: events of one node that a subscriber may be behind.
     """
 
     def __init__(self, cluster: str = "default", *, buffer_items: int = BUFFER_ITEMS) -> None:
@@ -53,55 +51,16 @@ class InProcessBus:
             subscription.post(item)
 
 
-class InProcessSubscription:
+class InProcessSubscription(Inbox):
+    """Fair between nodes and bounded for each, as the subscriptions of the other engines."""
+
     def __init__(self, buffer_items: int, on_close: Callable[[InProcessSubscription], None]) -> None:
-        self._send, self._receive = anyio.create_memory_object_stream[BusItem](buffer_items)
-        self._dropped_of: dict[str, None] = {}
-        self._missed: dict[str, BusItem] = {}
+        super().__init__(asyncio.get_running_loop(), buffer_items)
         self._on_close = on_close
-        self.dropped = 0
-
-    def post(self, item: BusItem) -> None:
-        """Never blocks."""
-        try:
-            self._send.send_nowait(item)
-            # There is room again before the consumer has come to what it missed: that word is out of date now.
-            if isinstance(item, NodeUp | NodeDown):
-                self._missed.pop(item.node, None)
-        except anyio.WouldBlock:
-            if isinstance(item, NodeUp | NodeDown):
-                # Membership cannot be asked for again, so the latest word on each node is kept.
-                self._missed[item.node] = item
-            else:
-                self.dropped += 1
-                self._dropped_of[item.node] = None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> BusItem:
-        if self._dropped_of:
-            return EventsDropped(self._dropped_of.popitem()[0])
-        try:
-            return self._receive.receive_nowait()
-        except anyio.WouldBlock:
-            if self._missed:
-                return self._missed.pop(next(iter(self._missed)))
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            raise StopAsyncIteration from None
-        try:
-            return await self._receive.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
         self._on_close(self)
-        # Closing the sender ends a consumer that is waiting; closing the receiver under it would not.
-        self._send.close()
-
-    def __del__(self) -> None:
-        self._receive.close()
-        self._send.close()
+        self.close()
 
 
 class InProcessEngine:

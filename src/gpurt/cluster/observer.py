@@ -203,7 +203,7 @@ class ClusterObserver:
             self.rejected["malformed"] += 1
             self._warnings.warning(item.node, "ignored: %s", exc)
             return
-        step = known.sequence.event(event.position, event)
+        step = known.sequence.event(event.position, event, len(item.payload))
         if step.resync is Resync.OLD_EPOCH:  # once, until the node has answered: a whole run may be repeated
             self._warnings.warning(
                 item.node, "ignored: event %s, which is of an earlier run of the node", event.id[:200]
