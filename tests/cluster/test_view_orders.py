@@ -4,6 +4,9 @@
 in their own order, events in any, twice or never, and answers as late as a bus may bring them. The true observer takes
 them in. At every moment it may believe only what was true of some run once, and never go back to an earlier run; in the
 end, once all that the newest run has said is there, it believes that run.
+
+:class:`Doubled` states the other case: two processes that live at the same time and use one name. There it is not the
+newer run that is believed, but the process that has held the name for longest, for as long as both answer.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from hypothesis.stateful import (
 from gpurt.cluster.bus import BusItem, EventReceived, NodeDown, NodeUp, StateReply
 from gpurt.cluster.envelope import EventKind, encode, make_event
 from gpurt.cluster.epoch import Epoch, Position
-from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.observer import HELD_EQUAL_S, ClusterObserver
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import NodeSnapshot, encode_snapshot
 from gpurt.cluster.view import MasterView
@@ -49,6 +52,8 @@ class Run:
 
     number: int
     epoch: Epoch
+    since: float
+    """When it has joined."""
     seq: int = 0
     up: bool = True
     said_goodbye: bool = False
@@ -86,6 +91,8 @@ class Items:
 @dataclass
 class Question:
     answer: asyncio.Future[None]
+    tokens: int = 0
+    """Tokens that had come when it was put."""
     replies: list[StateReply] = field(default_factory=list[StateReply])
 
 
@@ -104,6 +111,7 @@ class World:
         self.lost = False
         self.token_up = False
         """What the last token that was delivered said."""
+        self.tokens_come = 0
         self.newest_token = -1
         """Of which run a token was delivered last."""
         self.first_believed: int | None = None
@@ -125,7 +133,7 @@ class World:
         return self.items
 
     async def snapshot(self, node: str, *, timeout: float) -> tuple[StateReply, ...]:
-        question = Question(asyncio.get_running_loop().create_future())
+        question = Question(asyncio.get_running_loop().create_future(), self.tokens_come)
         self.questions.append(question)
         if self.prompt:
             self.reach(question)
@@ -150,7 +158,7 @@ class World:
         number = len(self.runs)
         # One that has lost its registry counts from 1 again.
         counter = 1 if self.forgetful and number % 2 else number + 10
-        run = Run(number, Epoch(counter, f"{number:032x}"))
+        run = Run(number, Epoch(counter, f"{number:032x}"), self.loop.time())
         self.runs.append(run)
         self.tokens.append((run, NodeUp(NODE)))
         # As a publisher does when it has joined.
@@ -178,6 +186,7 @@ class World:
     def deliver_token(self) -> None:
         run, item = self.tokens.pop(0)
         self.token_up = isinstance(item, NodeUp)
+        self.tokens_come += self.token_up
         if self.token_up:
             self.newest_token = run.number
         self.deliver(item)
@@ -197,8 +206,10 @@ class World:
 
     def reach(self, question: Question) -> None:
         """The question has come to the node, which answers as it is now."""
-        if self.alive is not None and not question.replies:
-            question.replies.append(StateReply(NODE, self.alive.state()))
+        if not question.replies:
+            question.replies += [
+                StateReply(NODE, run.state(), self.loop.time() - run.since) for run in self.runs if run.up
+            ]
 
     def answered(self, question: Question) -> None:
         """The answer has come to the observer, or the end of the answers without one."""
@@ -422,6 +433,150 @@ def _step(world: World, chance: random.Random, liking: dict[str, float]) -> None
         possible += [("answer", lambda: world.reach(question)), ("answer", lambda: world.answered(question))]
     chosen = chance.choices(possible, [liking[name] for name, _ in possible])
     chosen[0][1]()
+
+
+class Doubled(World):
+    """Processes of one name, two of which may live at the same time."""
+
+    def __init__(self, loop: VirtualLoop, chance: random.Random) -> None:
+        super().__init__(loop)
+        self.chance = chance
+        self.decided: tuple[Run, Run] | None = None
+        """Who keeps the name and who does not, as the observer has been answered by both."""
+
+    @property
+    def living(self) -> list[Run]:
+        return [run for run in self.runs if run.up]
+
+    def join(self) -> None:
+        """Its epoch may be earlier than that of the other one: each counts in a registry of its own."""
+        number = len(self.runs)
+        self.runs.append(Run(number, Epoch(self.chance.randint(1, 3), f"{number:032x}"), self.loop.time()))
+        # There is one token for both. Some buses tell that it was set once more.
+        if len(self.living) == 1 or self.chance.random() < 0.5:
+            self.tokens.append((self.runs[-1], NodeUp(NODE)))
+        self.say(self.runs[-1])
+
+    def gone(self, run: Run) -> None:
+        run.up = False
+        if not self.living:
+            self.tokens.append((run, NodeDown(NODE, run.said_goodbye)))
+
+    @staticmethod
+    def first(runs: list[Run]) -> Run:
+        """Who keeps the name: of those that cannot be told apart by time, the earlier run."""
+        joined = min(run.since for run in runs)
+        return min((run for run in runs if run.since < joined + HELD_EQUAL_S), key=lambda run: run.epoch)
+
+    def answered(self, question: Question) -> None:
+        replied = [
+            run for run in self.living if any(str(run.epoch).encode() in each.payload for each in question.replies)
+        ]
+        super().answered(question)
+        # Where a token has come meanwhile, the observer asks again.
+        if len(replied) == 2 and question.tokens == self.tokens_come:
+            first = self.first(replied)
+            self.decided = first, next(run for run in replied if run is not first)
+
+    def check(self) -> None:
+        record = self.view.node(NODE)
+        if record is None:
+            return
+        run = next(each for each in self.runs if str(each.epoch) == record.epoch)
+        assert record.gpu_discovery_timestamp == f"run {run.number}, event {record.seq}" or record.seq == run.seq, (
+            "believed what was never true"
+        )
+        assert record.state is not NodeState.HEALTHY or self.token_up, "healthy without a token"
+        if self.decided is not None and any(not each.up or each.said_goodbye for each in self.decided):
+            self.decided = None
+        if self.decided is not None:
+            first, other = self.decided
+            assert record.epoch == str(first.epoch), "the name went to another live process"
+            conflict = self.view.conflict(NODE)
+            assert conflict is not None, "nobody is told that the name is used twice"
+            assert conflict.refused_epoch == str(other.epoch)
+
+    def check_end(self) -> None:
+        for run in self.living:
+            if run.said_goodbye:
+                self.gone(run)
+        for question in tuple(self.questions):
+            self.reach(question)
+            self.answered(question)
+        self.prompt = True
+        while self.tokens:
+            self.deliver_token()
+        while self.events:
+            self.deliver_event(0)
+        self.check()
+        self.loop.advance(CHECKED_S)
+        self.check()
+        record = self.view.node(NODE)
+        if not self.living:
+            assert record is None or record.state in (NodeState.LOST, NodeState.LEFT)
+            return
+        first = self.first(self.living)
+        assert record is not None
+        assert (record.epoch, record.state) == (str(first.epoch), NodeState.HEALTHY)
+        assert record.seq == first.seq, "something of it is missing"
+        conflict = self.view.conflict(NODE)
+        assert (conflict is not None) == (len(self.living) > 1), "a conflict is there exactly while there are two"
+
+
+def double_walk(loop: VirtualLoop, seed: int, steps: int = 40) -> None:
+    chance = random.Random(seed)
+    world = Doubled(loop, chance)
+    liking = {name: chance.choice([0.1, 0.5, 1, 3]) for name in ("time", "say", "end", "token", "event", "answer")}
+    try:
+        world.join()
+        for _ in range(chance.randint(3, steps)):
+            _double_step(world, chance, liking)
+            world.check()
+        world.check_end()
+    finally:
+        world.end()
+
+
+def _double_step(world: Doubled, chance: random.Random, liking: dict[str, float]) -> None:
+    seconds = chance.choice([0.02, 0.1, 0.3, 2.1, 6.0])
+    possible: list[tuple[str, Callable[[], object]]] = [("time", lambda: world.loop.advance(seconds))]
+    if len(world.living) < 2:
+        possible.append(("say", world.join))
+    if world.living:
+        run = chance.choice(world.living)
+        if run.said_goodbye:
+            possible.append(("end", lambda: world.gone(run)))
+        else:
+            possible += [("say", lambda: world.say(run)), ("end", lambda: world.gone(run))]
+            if len(world.living) == 1 or run is world.first(world.living):
+                # Who sees that its name is another's ends without a goodbye.
+                possible.append(("end", lambda: world.say_goodbye(run)))
+    if world.tokens:
+        possible.append(("token", world.deliver_token))
+    if world.events:
+        anywhere = chance.randrange(len(world.events))
+        possible += [
+            ("event", lambda: world.deliver_event(0)),
+            ("event", lambda: world.deliver_event(anywhere, keep=chance.random() < 0.2)),
+            ("event", lambda: world.drop_event(anywhere)),
+        ]
+    if world.questions:
+        question = world.questions[0]
+        possible += [("answer", lambda: world.reach(question)), ("answer", lambda: world.answered(question))]
+    chosen = chance.choices(possible, [liking[name] for name, _ in possible])
+    chosen[0][1]()
+
+
+def test_of_two_live_processes_the_first_holder_keeps_the_name(loop: VirtualLoop) -> None:
+    for seed in range(300):
+        double_walk(loop, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+def test_twenty_thousand_orders_of_two_live_processes(loop: VirtualLoop, block: int) -> None:
+    for seed in range(1000 + 1000 * block, 2000 + 1000 * block):
+        double_walk(loop, seed, steps=60)
 
 
 def test_the_last_answer_of_a_run_is_no_answer_to_the_next_ones_token(loop: VirtualLoop) -> None:

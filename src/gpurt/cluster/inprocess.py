@@ -1,7 +1,7 @@
 """The bus inside one process: what a worker with its master embedded uses, and what tests use.
 
-All participants live on one event loop. A subscriber holds a bounded number of events of each node; what does not fit is
-dropped and announced to that subscriber alone.
+All participants live on one event loop. A subscriber holds a bounded number of events of each node; what does not fit
+is dropped and announced to that subscriber alone.
 """
 
 from __future__ import annotations
