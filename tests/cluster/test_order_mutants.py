@@ -17,6 +17,7 @@ from tests.mutants.mutants import Mutant
 SOURCE = Path(gpurt.__file__).parent
 ROOT = Path(__file__).parents[2]
 WALKS = "thousand_random or the_last_answer or counts_from_1"
+DOUBLES = "two_live_processes"
 COMMITS = "whatever_goes_wrong and not every_case"
 
 MUTANTS = [
@@ -58,15 +59,15 @@ MUTANTS = [
     Mutant(
         "the end of a token after another run's token is no end",
         "cluster/view.py",
-        "        elif record.state is NodeState.HEALTHY or returning:",
-        "        elif record.state is NodeState.HEALTHY:",
+        "        elif record.state is NodeState.HEALTHY or returning or",
+        "        elif record.state is NodeState.HEALTHY or",
         WALKS,
     ),
     Mutant(
         "a node that has left before its first answer is lost",
         "cluster/view.py",
-        "            return NodeState.LEFT\n        return NodeState",
-        "        return NodeState",
+        "            return NodeState.LEFT\n        if self._hub_away",
+        "        if self._hub_away",
         WALKS,
     ),
     Mutant(
@@ -79,9 +80,9 @@ MUTANTS = [
     Mutant(
         "events of an earlier run's number are dropped before anybody knows who lives",
         "cluster/sequence.py",
-        "            return self._keep(position, event, _another_run(older))",
+        "            return self._keep(position, _Waiting(event, size), _another_run(older))",
         "            why = _another_run(older)\n"
-        "            return self._ask(why) if older else self._keep(position, event, why)",
+        "            return self._ask(why) if older else self._keep(position, _Waiting(event, size), why)",
         WALKS,
     ),
     Mutant(
@@ -108,9 +109,32 @@ MUTANTS = [
     Mutant(
         "what is wrong about plans is looked at when something else is due",
         "cluster/view.py",
-        "        return plans if due is None or (plans is not None and plans < due) else due\n",
-        "        return due\n",
+        "            due.append(self._plans.due)\n",
+        "            pass\n",
         COMMITS,
+    ),
+    Mutant(
+        "of two live processes, who was believed keeps the name",
+        "cluster/observer.py",
+        "        kept = snapshots.pop(min(epoch for epoch in snapshots if held[epoch] >= longest - HELD_EQUAL_S))\n",
+        "        record = self.view.node(name)\n"
+        "        known = min(snapshots) if record is None else Epoch.parse(record.epoch)\n"
+        "        kept = snapshots.pop(known if known in snapshots else min(snapshots))\n",
+        DOUBLES,
+    ),
+    Mutant(
+        "of two live processes, the newer run keeps the name",
+        "cluster/observer.py",
+        "        kept = snapshots.pop(min(epoch for epoch in snapshots if held[epoch] >= longest - HELD_EQUAL_S))\n",
+        "        kept = snapshots.pop(max(snapshots))\n",
+        DOUBLES,
+    ),
+    Mutant(
+        "a name that was used twice stays so",
+        "cluster/observer.py",
+        "            self.view.end_conflict(name)\n",
+        "            pass\n",
+        DOUBLES,
     ),
     Mutant(
         "a plan that was called off is followed",

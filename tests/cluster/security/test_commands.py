@@ -149,7 +149,8 @@ def test_what_the_guide_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cluster = [words[1:] for words in COMMANDS if words[:2] == ["gpurt", "cluster"]]
+    # Those that make files; one that speaks to nodes needs a hub.
+    cluster = [words[1:] for words in COMMANDS if words[:2] == ["gpurt", "cluster"] and "reset-term" not in words]
     assert len(cluster) >= 6
     for words in cluster:
         assert main(words) == 0, words
