@@ -73,6 +73,7 @@ async def damage(proxied: str, fault: str, to: str, times: int) -> None:
         await asyncio.gather(observing, return_exceptions=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("proxied", ["tcp/", "nats://"])
 async def test_a_view_is_whole_after_lost_bytes(proxied: str) -> None:
     pytest.importorskip("zenoh" if proxied == "tcp/" else "nats")

@@ -40,7 +40,7 @@ from tests.cluster.hostile import EVIL, events, readings_document, snapshot_docu
 from tests.cluster.plans import plan
 from tests.cluster.support import FakeClock, device, snapshot
 
-EVERYDAY, HEAVY = 160, 100_000
+EVERYDAY, HEAVY = 80, 100_000
 MODEL = ModelSpec.uniform("m", layers=4, size_bytes=4 << 30, flops_per_token=1e9, activation_bytes_per_token=8192)
 
 

@@ -130,6 +130,7 @@ async def working(config: WorkerConfig) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.wide
 async def test_nodes_are_unknown_until_the_hub_is_back(tmp_path: Path) -> None:
     endpoint = f"tcp/127.0.0.1:{free_port()}"
     hub = ZenohEngine(cluster="test", endpoint=endpoint, listen=True)

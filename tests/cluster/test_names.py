@@ -44,7 +44,7 @@ def test_what_is_no_time_counts_as_none(text: bytes | None) -> None:
 Engines = Callable[[], EventEngine]
 
 
-@pytest.fixture(params=["inprocess", "zenoh"])
+@pytest.fixture(params=["inprocess", pytest.param("zenoh", marks=pytest.mark.wide)])
 async def engines(request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
     """Makes engines of one bus; the first one is its hub."""
     made: list[EventEngine] = []

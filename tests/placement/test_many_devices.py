@@ -78,7 +78,7 @@ def test_equal_devices_are_one_class_however_many() -> None:
     assert classes_of(devices, Topology().dense(devices), Constraints()) == (tuple(range(1500)),)
 
 
-@pytest.mark.parametrize("tensor_parallel", [(1,), (1, 2, 4, 8)])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param((1,), marks=pytest.mark.wide), (1, 2, 4, 8)])
 def test_unlike_devices_make_a_bounded_number_of_units(tensor_parallel: tuple[int, ...]) -> None:
     devices = [device(index, 8 + index % 90, bandwidth=1e12 + 1e8 * index) for index in range(2500)]
     wanted = model(tensor_parallel=tensor_parallel)

@@ -59,6 +59,7 @@ async def besieged(made: Made, hub: ZenohEngine, foreign: Path, kinds: tuple[str
         await asyncio.to_thread(strangers.__exit__)
 
 
+@pytest.mark.wide
 async def test_a_node_gets_in_beside_a_hundred_strangers_a_second(
     made: Made, hub: ZenohEngine, foreign: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
