@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
 import random
+import time
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,22 +26,34 @@ from gpurt.cli.top_picture import lines, picture
 from gpurt.cluster import latest_version
 from gpurt.cluster.assignment import assignments_of
 from gpurt.cluster.board import ReadingsBoard
+from gpurt.cluster.bus import MAX_STATE_BYTES
 from gpurt.cluster.commands import Drain
+from gpurt.cluster.committer import PlacementCommitter
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, decode, encode
 from gpurt.cluster.errors import MalformedEvent
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
+from gpurt.cluster.keys import EVENTS, TELEMETRY, node_key
 from gpurt.cluster.logged import log_change
 from gpurt.cluster.master import Master, MasterConfig
 from gpurt.cluster.metrics import MasterMetrics
 from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.readings import MAX_READINGS_BYTES
+from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import decode_snapshot, encode_snapshot
 from gpurt.cluster.view import MasterView
+from gpurt.cluster.zenoh_settings import ZenohSettings, session_config
 from gpurt.placement import ConstraintSatisfactionPlacement, ModelSpec, PlanVersion
 from gpurt.placement.version import MAX_NUMBER
 from gpurt.telemetry.metrics import render
-from tests.cluster.hostile import EVIL, events, readings_document, snapshot_document, spell, spoiled
+from gpurt.testing import cluster_simulation
+from gpurt.testing.cluster_simulation import simulate
+from gpurt.testing.simulated_nodes import CLUSTER
+from gpurt.testing.simulation_plan import SimulationConfig
+from tests.cluster.conftest import InProcess
+from tests.cluster.hostile import EVIL, events, horror, readings_document, snapshot_document, spell, spoiled
 from tests.cluster.plans import plan
-from tests.cluster.support import FakeClock, device, snapshot
+from tests.cluster.support import FakeClock, device, free_port, snapshot, until
+from tests.cluster.test_assignments import Cluster
 
 EVERYDAY, HEAVY = 80, 100_000
 MODEL = ModelSpec.uniform("m", layers=4, size_bytes=4 << 30, flops_per_token=1e9, activation_bytes_per_token=8192)
@@ -202,6 +217,115 @@ async def bombard(count: int, seed: int) -> None:
     assert set(refusals.nodes) <= {EVIL}
     assert refusals.total > count / 10
     assert refusals.by_field == dict(refusals.of(EVIL))
+
+
+def acknowledgement() -> dict[str, Any]:
+    return {
+        "accepted": True,
+        "term": 1,
+        "reason": None,
+        "message": "well",
+        "device": "GPU-e",
+        "short_bytes": 5,
+        "state": "loaded",
+    }
+
+
+async def commits(rounds: int, seed: int, folder: Path) -> None:
+    """A master goes on to place a model while one of its nodes answers, says and holds anything."""
+    draw, bus = random.Random(seed), InProcess(small=False)
+    cluster, evil = Cluster(bus, folder), await bus.node()
+    cluster.engine = await bus.observer()
+    cluster.committer = PlacementCommitter(cluster.engine, cluster.view)
+    board = ReadingsBoard(cluster.engine, refusals=cluster.view.refusals)
+
+    async def answer(payload: bytes) -> bytes:
+        if draw.random() < 0.2:
+            raise ValueError(spell(horror(draw)))
+        return spoiled(acknowledgement(), draw).encode(errors="surrogatepass")
+
+    tasks = [
+        asyncio.create_task(ClusterObserver(cluster.engine, cluster.view).run()),
+        asyncio.create_task(cluster.committer.run()),
+    ]
+    try:
+        async with board:
+            await cluster.node("good")
+            await evil.join(EVIL, spell(snapshot_document()).encode(), answer)
+            await until(lambda: cluster.view.node(EVIL) is not None, "the node that lies")
+            version = PlanVersion(term=1, n=0)
+            for number in range(rounds):
+                said = {**snapshot_document(), "seq": number}
+                await evil.set_state(spoiled(said, draw).encode(errors="surrogatepass")[:MAX_STATE_BYTES])
+                for document in (draw.choice(list(events(number + 1).values())), readings_document()):
+                    payload = spoiled(document, draw).encode(errors="surrogatepass")
+                    if document.get("type") and len(payload) <= MAX_EVENT_BYTES:
+                        await evil.publish(payload)
+                    elif not document.get("type") and len(payload) <= MAX_READINGS_BYTES:
+                        await evil.publish_telemetry(payload)
+                for parts in ([("good/GPU-good-0", 0, 2), (f"{EVIL}/GPU-e", 2, 4)], [("good/GPU-good-0", 0, 4)]):
+                    seen = cluster.view.snapshot()
+                    before = max(version, latest_version(seen, "llama") or version)
+                    version = before.next(term=max(seen.term, before.term))
+                    outcome = await cluster.committer.commit(plan(*parts), version)
+                    strict(outcome.model_dump_json())
+                    tame(outcome.message)
+                    assert not any(task.done() for task in tasks), "nothing of the master has ended"
+                assert outcome.committed, outcome.message
+                await cluster.loaded("good", version)
+            record = cluster.view.node("good")
+            assert record is not None
+            assert record.state is NodeState.HEALTHY
+            assert not cluster.view.refusals.of("good")
+    finally:
+        await cluster.nodes["good"].assignments.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await bus.aclose()
+
+
+async def test_a_master_commits_plans_whatever_one_of_its_nodes_says(tmp_path: Path) -> None:
+    await commits(10, 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 6))
+async def test_a_master_commits_plans_whatever_one_of_its_nodes_says_1000_times(seed: int, tmp_path: Path) -> None:
+    await commits(1000, seed, tmp_path)
+
+
+@pytest.mark.wide
+async def test_a_simulation_ends_with_the_truth_whatever_is_sent_in_the_names_of_its_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zenoh = pytest.importorskip("zenoh")
+    port, draw, sent = free_port(), random.Random(5), 0
+    monkeypatch.setattr(cluster_simulation, "_free_port", lambda: port)
+    config = SimulationConfig(nodes=8, devices=2, seconds=3.0, churn=50.0, seed=7)
+    running = asyncio.create_task(simulate(config))
+    at = f"tcp/127.0.0.1:{port}"
+
+    def lie() -> None:
+        nonlocal sent
+        session = zenoh.open(session_config(zenoh, at, listen=False, settings=ZenohSettings()))
+        try:
+            while not running.done():
+                sent += 1
+                name = draw.choice(config.names)
+                document = draw.choice([*events(sent).values(), readings_document()])
+                leaf = EVENTS if document.get("type") else TELEMETRY
+                payload = spoiled(document, draw).replace(EVIL, name).encode(errors="surrogatepass")
+                session.put(node_key(CLUSTER, name, leaf), payload)
+                time.sleep(0.002)
+        finally:
+            session.close()
+
+    lying = asyncio.create_task(asyncio.to_thread(lie))
+    report = await running
+    await lying
+    assert sent > 100
+    assert report.ok, (report.differences, report.wrong, report.converged_s, report.conflicts_over_s)
 
 
 @pytest.fixture(autouse=True)

@@ -264,7 +264,7 @@ class PlacementCommitter:
                 task = group.create_task(work, name=f"gpurt-cluster-assign-{node}")
                 self._sending[instance, node] = _Sending(task, heard)
                 task.add_done_callback(partial(self._sent, (instance, node)))
-            elif node in decided.parts and (state := self._state(node)) is not NodeState.HEALTHY:
+            elif node in decided.parts and (state := self._state(node)) not in (NodeState.HEALTHY, NodeState.UNKNOWN):
                 self._note(instance, decided, node, f"the node is {state or 'not known any more'}", None)
             elif failed is not None:
                 self._note(instance, decided, node, f"it could not load its part: {failed}", None)
