@@ -43,7 +43,7 @@ from gpurt.runtime.lane import off_loop
 
 RESYNC_INTERVAL_S: Final = 60.0
 """Between two regular checks of a node, ± 10 %."""
-CONFLICT_INTERVAL_S: Final = 5.0
+CONFLICT_INTERVAL_S: Final = 2.0
 """The same while its name is used twice: the end of either process shows nowhere else."""
 SNAPSHOT_TIMEOUT_S: Final = 2.0
 SPACING_S: Final = 0.1
