@@ -1,5 +1,5 @@
 """A cluster of the real commands (hub, master, workers as processes) under faults that a seed decides. After each fault
-every view has to equal what the nodes say of themselves within 5 s; no event may be applied twice, no log may have a
+every view has to equal what the nodes say of themselves within 5 s (``--whole``); no event may be applied twice, no log may have a
 traceback, and no process may grow. ::
 
     python -m tests.stories.chaos --seed 1 --seconds 7200          # --tls, --nats, --hostile
@@ -44,7 +44,7 @@ from tests.cluster.support import free_port
 from tests.stories.chaos_proxy import FAULTS, ChaosProxy
 
 WHOLE_S: Final = 5.0
-"""Within this every view is whole again once a fault is over."""
+"""Within this every view is whole again once a fault is over, on a machine that does nothing else."""
 START_S: Final = 30.0
 """For a process to be started again, on a machine that does other things: it is part of the fault."""
 WARM_S: Final = 20.0
@@ -323,10 +323,10 @@ class Chaos:
             await self._freeze_program(self.hub if kind.startswith("hub") else self.master)
         self.report.faults[kind] += 1
         healed = time.monotonic()
-        await self._settle(f"{kind} of {name}", WHOLE_S)
+        await self._settle(f"{kind} of {name}", self.options.whole)
         self.report.whole_s.append(time.monotonic() - healed)
         await meanwhile
-        await self._settle(f"a command during {kind} of {name}", WHOLE_S + START_S)
+        await self._settle(f"a command during {kind} of {name}", self.options.whole + START_S)
         for program in (*self.workers.values(), self.hub, self.master):
             wrong = program.measure()
             if wrong is not None:
@@ -548,6 +548,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="decides what happens (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="faults begin within (default: %(default)s)")
+    parser.add_argument(
+        "--whole", type=float, default=WHOLE_S, help="seconds for views to be whole again (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--tls", action="store_true", help="with certificates")
     parser.add_argument("--nats", action="store_true", help="over a NATS server")
