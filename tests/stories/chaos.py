@@ -1,6 +1,6 @@
 """A cluster of the real commands (hub, master, workers as processes) under faults that a seed decides. After each fault
-every view has to equal what the nodes say of themselves within 5 s (``--whole``); no event may be applied twice, no log may have a
-traceback, and no process may grow. ::
+every view has to equal what the nodes say of themselves within 5 s (``--whole``); no event may be applied twice, no log
+may have a traceback, and no process may grow. ::
 
     python -m tests.stories.chaos --seed 1 --seconds 7200          # --tls, --nats, --hostile
 
