@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpurt.cluster.bus import EventReceived, EventsDropped, NodeDown, NodeUp
+from gpurt.cluster.bus import EventReceived, EventsDropped, HubAway, HubBack, NodeDown, NodeUp
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.inbox import CROWD, ITEM_BYTES, TURN_BYTES, WORDS, FairQueue, Inbox
 from gpurt.cluster.log_limit import BURST, EVERY_S, TOGETHER, LimitedLog
@@ -171,6 +171,17 @@ async def test_words_at_full_speed_keep_no_event_waiting() -> None:
         events += isinstance(await anext(inbox), EventReceived)
     assert events == 2
     assert inbox.dropped >= 2 * WORDS
+
+
+async def test_what_happens_to_the_hub_comes_before_the_words_on_each_node() -> None:
+    inbox = Inbox(asyncio.get_running_loop())
+    for item in (NodeDown("n1"), NodeDown("n2"), EventReceived("n3", b"1"), HubAway(), NodeDown("n4")):
+        inbox.post(item)
+    assert await anext(inbox) == HubAway()
+    inbox.post(HubBack())
+    assert await anext(inbox) == HubBack()
+    assert [await anext(inbox) for _ in range(2)] == [NodeDown("n1"), NodeDown("n2")]
+    assert await anext(inbox) == EventReceived("n3", b"1"), "it has had its turn to wait"
 
 
 async def test_a_flood_is_told_and_resynchronised() -> None:

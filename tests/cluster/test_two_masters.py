@@ -22,7 +22,7 @@ from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.plan_troubles import SETTLE_S
 from gpurt.cluster.records import PlanTroubleKind
 from gpurt.cluster.shards import NodePlacement, ShardReport, ShardState
-from gpurt.cluster.view import MasterView
+from gpurt.cluster.view import HUB_GRACE_S, MasterView
 from gpurt.placement import PlanVersion
 from tests.cluster.plans import plan
 from tests.cluster.support import FakeClock, device, snapshot, until
@@ -321,6 +321,24 @@ def test_while_one_plan_takes_the_place_of_another_nothing_is_said() -> None:
     assert watched.said == []
 
 
+def test_while_the_hub_is_away_nothing_is_said_of_plans_that_was_not_said_before() -> None:
+    watched = Watched()
+    for plan_of_b in (None, shard(nodes="ab")):
+        watched.node("a", shard(nodes="ab"))
+        watched.node("b", *(() if plan_of_b is None else (plan_of_b,)))
+        watched.later(SETTLE_S)
+        said = watched.said
+        assert said == ([] if plan_of_b else [(PlanTroubleKind.NOT_FOLLOWED, {"b": "it holds nothing of it"})])
+        watched.view.hub_away()
+        for _ in range(3):
+            watched.later(SETTLE_S)
+            assert watched.said == said
+        watched.view.hub_back()
+    watched.later(HUB_GRACE_S)
+    watched.later(SETTLE_S)
+    assert [kind for kind, _ in watched.said] == [PlanTroubleKind.NOT_FOLLOWED], "nobody has come back"
+
+
 def test_an_earlier_plan_that_stays_beside_the_latest_is_named() -> None:
     watched = Watched()
     watched.node("a", shard(1, "x", "a", term=1))
@@ -333,7 +351,7 @@ def test_a_plan_that_a_liar_names_is_not_the_latest() -> None:
     watched = Watched()
     watched.node("a", shard(1, "x", "ab"))
     watched.node("b", shard(1, "x", "ab"))
-    watched.node("evil", shard(1, "0", "ab", term=2**63), term=2**63)
+    watched.node("evil", shard(1, "0", "ab", term=2**62), term=2**62)
     watched.later(SETTLE_S)
     ((kind, nodes),) = watched.said
     assert kind is PlanTroubleKind.TWO_PLANS
