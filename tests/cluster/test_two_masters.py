@@ -334,9 +334,10 @@ def test_while_the_hub_is_away_nothing_is_said_of_plans_that_was_not_said_before
             watched.later(SETTLE_S)
             assert watched.said == said
         watched.view.hub_back()
+    watched.node("a", shard(nodes="ab"))
     watched.later(HUB_GRACE_S)
     watched.later(SETTLE_S)
-    assert [kind for kind, _ in watched.said] == [PlanTroubleKind.NOT_FOLLOWED], "nobody has come back"
+    assert watched.said == [(PlanTroubleKind.NOT_FOLLOWED, {"b": "it is lost"})]
 
 
 def test_an_earlier_plan_that_stays_beside_the_latest_is_named() -> None:
