@@ -20,7 +20,7 @@ from gpurt.cluster.records import NodeState
 from gpurt.cluster.view import HUB_GRACE_S, MasterView
 from gpurt.cluster.worker import WorkerConfig, run_worker, why_refused
 from gpurt.cluster.zenoh_engine import ZenohEngine
-from gpurt.cluster.zenoh_hub import Admission, admission_of
+from gpurt.cluster.zenoh_hub import MAX_ADMISSION_BYTES, Admission, admission_of
 from tests.cluster.support import FakeClock, device, free_port, snapshot, until
 
 NODES = ("n1", "n2", "n3")
@@ -178,7 +178,20 @@ def test_what_a_worker_says_of_a_refusal() -> None:
     assert "gpurt cluster enrol" in refused
 
 
-@pytest.mark.parametrize("payload", [b"", b"null", b"[]", b"{}", b'{"cluster":1}', b'{"cluster":"A B","listed":true}'])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"cluster":1}',
+        b'{"cluster":"A B","listed":true}',
+        b"[" * MAX_ADMISSION_BYTES,
+        b"\xff",
+    ],
+    ids=lambda payload: str(payload[:20]),
+)
 def test_what_is_no_answer_of_a_hub(payload: bytes) -> None:
     assert admission_of(payload) is None
 

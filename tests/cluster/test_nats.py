@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gpurt.cluster.errors import BusClosed, BusUnavailable, InvalidName, NoAnswe
 from gpurt.cluster.master import MasterConfig, run_master
 from gpurt.cluster.nats_engine import NatsEngine
 from gpurt.cluster.nats_link import NatsLink
+from gpurt.cluster.nats_outbox import _trouble  # pyright: ignore[reportPrivateUsage]
 from gpurt.cluster.nats_settings import NatsSettings, stream_name
 from gpurt.cluster.observer import ClusterObserver
 from gpurt.cluster.records import NodeState
@@ -416,6 +418,23 @@ async def test_strangers_on_the_subjects_of_nodes_harm_nobody(server: NatsServer
         await client.publish("gpurt.v1.test.node.n1.telemetry", b"last")
         await until(lambda: ("n1", b"last") in readings)
         assert readings == [("n1", b"rubbish"), ("n1", b"last")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b'{"stream":"s","seq":1}', None),
+        (b'{"error":{"description":"no room"}}', "no room"),
+        (b'{"error":{"description":"\\u001b[2J"}}', r"\x1b[2J"),
+        (b'{"error":[1]}', "[1]"),
+        (b"[1]", "an answer that is none of a stream"),
+        (b"[" * 100_000, "an answer that is no JSON"),
+        (b"\xff", "an answer that is no JSON"),
+    ],
+    ids=lambda each: str(each)[:20],
+)
+def test_no_answer_to_an_event_ends_anything(answer: bytes, says: str | None) -> None:
+    assert _trouble(SimpleNamespace(data=answer, headers=None)) == says
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpurt.cluster.connection import connection_log
+from gpurt.cluster.errors import InvalidName, MalformedEvent
 from gpurt.cluster.keys import ANY, ROOT, check_name
+from gpurt.cluster.message_limits import strict_json
 from gpurt.cluster.security.protection import Protection
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 
@@ -76,8 +78,8 @@ def door_key(cluster: str, name: str) -> str:
 
 def admission_of(payload: bytes) -> Admission | None:
     """None: it is no answer of a hub."""
-    with suppress(ValueError, KeyError, TypeError):
-        document = json.loads(payload)
+    with suppress(MalformedEvent, InvalidName, KeyError, TypeError):
+        document = strict_json(payload, "answer of a hub")
         return Admission(check_name(document["cluster"], "cluster"), document["listed"] is True)
     return None
 
