@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.worker import DEFAULT_ENDPOINT, WorkerConfig
 
     identity = protected.identity_of(args)
+    protected.check_node(identity)
     try:
         config = WorkerConfig(
             node=protected.chosen(args.node, identity and identity.name, default_node()),

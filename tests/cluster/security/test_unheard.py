@@ -15,6 +15,7 @@ from gpurt.cluster.security.enrolment import enrol, revoke
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import WorkerConfig, run_worker
 from tests.cluster.security.conftest import Made
+from tests.cluster.support import until
 
 pytestmark = pytest.mark.wide
 
@@ -70,7 +71,7 @@ async def test_who_is_not_on_the_roster_has_not_joined(
         async with asyncio.timeout(30):
             while not await three.told.get():
                 pass  # until the hub has seen that it is on the roster
-        assert set(view.snapshot().nodes) == {"w1", "w3"}
+        await until(lambda: set(view.snapshot().nodes) == {"w1", "w3"}, "it in the view")
     finally:
         for each in workers:
             await each.end()
