@@ -13,6 +13,7 @@
     ├── OutOfMemory                  (MemoryError)   .requested_bytes and what was there
     ├── Unsupported                  (NotImplementedError)  this backend lacks the capability
     ├── TransferFailed               a copy or synchronisation failed in the library
+    ├── UntrustedFile                (PermissionError)  somebody else can have written a file of state
     ├── CompileFailed                a compiler refused the source of a kernel: .log
     └── DeviceLost                   sticky: every later call on that device fails at once
         └── DeviceUnresponsive       the driver has not answered for too long; clears when it does
@@ -199,6 +200,11 @@ class Unsupported(GPUError, NotImplementedError):
 
 class TransferFailed(GPUError):
     """A copy or a synchronisation failed inside the vendor library."""
+
+
+class UntrustedFile(GPUError, PermissionError):
+    """A registry, promise file, roster, key or certificate is another user's, or others can write it; the message says
+    the path, its owner and its mode. Nothing in it was believed."""
 
 
 class CompileFailed(GPUError):

@@ -13,7 +13,7 @@ from gpurt.cli import simulate as command
 from gpurt.cli.main import main
 from gpurt.errors import GPUError
 from gpurt.testing import cluster_simulation
-from gpurt.testing.cluster_simulation import SimulationReport, simulate
+from gpurt.testing.cluster_simulation import OnProgress, SimulationReport, simulate
 from gpurt.testing.simulation_plan import (
     SimulatedFault,
     SimulationConfig,
@@ -104,14 +104,19 @@ async def test_a_master_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPat
 def test_the_command_says_so(right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     configs: list[SimulationConfig] = []
 
-    async def told(config: SimulationConfig) -> SimulationReport:
+    async def told(config: SimulationConfig, *, on_progress: OnProgress | None = None) -> SimulationReport:
+        assert on_progress is not None
+        for done in range(3):
+            on_progress("nodes join", done, 3)
         configs.append(config)
         return SimulationReport(config, converged_s=0.5 if right else None, conflicts_over_s=0.5)
 
     monkeypatch.setattr(cluster_simulation, "simulate", told)
     words = ["simulate", "--nodes", "5", "--devices", "3", "--seconds", "1", "--churn", "4", "--seed", "2"]
     assert main([*words, "--faults", "loss,clock", "--json"]) == (0 if right else 1)
-    assert json.loads(capsys.readouterr().out)["ok"] is right
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ok"] is right
+    assert printed.err == "gpurt simulate: 5 nodes join, then 1 s of changes and faults\n", "where it is no terminal"
     assert configs == [SimulationConfig(5, 3, 1.0, 4.0, 2, (SimulatedFault.LOSS, SimulatedFault.CLOCK))]
     assert main([*words, "--faults", "none"]) == (0 if right else 1)
     assert ("0.50 s after the last step" if right else "NOT after") in capsys.readouterr().out

@@ -14,13 +14,14 @@ import pytest
 from gpurt.cli import master as command
 from gpurt.cli.cluster_table import cluster_table, measured
 from gpurt.cluster import DeviceReadings, InProcessBus, InProcessEngine, MasterConfig, ReadingsBoard, run_master
-from gpurt.cluster.board import ReadingsFeed
+from gpurt.cluster.board import SILENT_S, ReadingsFeed
 from gpurt.cluster.changes import ChangeKind
+from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.master import Master
 from gpurt.cluster.readings import encode_readings
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
-from tests.cluster.support import FakeClock, device, snapshot, until
+from tests.cluster.support import E1, E2, FakeClock, device, snapshot, until
 
 
 def told(key: str = "GPU-a", **fields: Any) -> DeviceReadings:
@@ -117,6 +118,28 @@ async def test_waiting_for_readings_can_be_cancelled_and_loses_nothing() -> None
     await asyncio.sleep(0)
     board.hear("n1", told())
     assert await asyncio.wait_for(waiting, 10) == "n1"
+
+
+def test_what_an_earlier_run_has_measured_comes_too_late() -> None:
+    clock = FakeClock()
+    board = Board(clock)
+
+    def hear(epoch: Epoch, celsius: float) -> None:
+        board.hear("n1", told(temperature_c=celsius), epoch=str(epoch))
+
+    def shown() -> list[float | None]:
+        return [each.temperature_c for each in board.readings("n1").values()]
+
+    hear(E1, 40.0)
+    hear(E2, 50.0)
+    hear(E1, 41.0)
+    assert (shown(), board.stale) == ([50.0], 1)
+    # One that has lost its registry counts from 1 again, and is believed once the run before is over.
+    clock.now += SILENT_S
+    hear(E1, 42.0)
+    assert (shown(), board.stale) == ([42.0], 1)
+    hear(E2, 51.0)
+    assert shown() == [51.0]
 
 
 def test_a_board_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

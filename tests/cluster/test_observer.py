@@ -8,12 +8,15 @@ import pytest
 
 from gpurt.cluster.bus import EventReceived, EventsDropped, NodeUp
 from gpurt.cluster.envelope import EventKind
+from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.inprocess import InProcessBus, InProcessEngine
 from gpurt.cluster.observer import ClusterObserver
+from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.records import NodeState
 from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
-from tests.cluster.support import device, event_bytes, snapshot, until
+from tests.cluster.conftest import Bus
+from tests.cluster.support import HOST_A, device, event_bytes, result, snapshot, until
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,31 @@ async def test_all_nodes_are_looked_at_only_when_one_is_due(monkeypatch: pytest.
         await nodes[-1].close()
         await until(lambda: view.node("n199").state is NodeState.LOST, "the end of the grace")  # type: ignore[union-attr]
         assert len(looks) < 20
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_node_that_starts_again_is_back_however_much_it_had_said(bus: Bus) -> None:
+    """Its goodbye is of one run: the next one need not say as much before it is believed."""
+    engine, node = await bus.observer(), await bus.node()
+    view, ready = MasterView(), asyncio.Event()
+    watching = asyncio.create_task(ClusterObserver(engine, view).run(ready.set))
+    await ready.wait()
+    try:
+        for counter in range(1, 5):
+            publisher = NodePublisher(node, "n1", host=HOST_A, epoch=Epoch.new(counter))
+            await publisher.start(result(device()))
+
+            def there(epoch: str = str(publisher.epoch)) -> bool:
+                record = view.node("n1")
+                return record is not None and (record.state, record.epoch) == (NodeState.HEALTHY, epoch)
+
+            await until(there, f"run {counter}", timeout=5.0)
+            for said in range(60 // counter):
+                await publisher.publish_snapshot(result(device(clock_rate_mhz=1000 + said)))
+            await publisher.leave()
+            await until(lambda: view.node("n1").state is NodeState.LEFT, "the goodbye")  # type: ignore[union-attr]
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpurt.cluster.epoch import Epoch, Position
 from gpurt.cluster.sequence import NodeSequence, Resync, Step
@@ -20,8 +22,8 @@ class Tape:
         self.applied: list[str] = []
         self.asked: list[Resync] = []
 
-    def event(self, seq: int, epoch: Epoch = E1) -> None:
-        self._take(self.sequence.event(Position(epoch, seq), f"{epoch.counter}.{seq}"))
+    def event(self, seq: int, epoch: Epoch = E1, size: int = 0) -> None:
+        self._take(self.sequence.event(Position(epoch, seq), f"{epoch.counter}.{seq}", size))
 
     def snapshot(self, seq: int, epoch: Epoch = E1, *, patient: bool = False) -> None:
         self._take(self.sequence.snapshot(Position(epoch, seq), f"snapshot {epoch.counter}.{seq}", patient=patient))
@@ -37,6 +39,29 @@ class Tape:
         self.applied += step.events
         if step.resync is not None:
             self.asked.append(step.resync)
+
+
+@given(
+    events=st.lists(st.tuples(st.sampled_from([E1, E2]), st.integers(2, 40), st.integers(0, 120)), max_size=60),
+    gap_events=st.integers(1, 20),
+)
+def test_what_waits_behind_a_hole_is_bounded_in_events_and_bytes(
+    events: list[tuple[Epoch, int, int]], gap_events: int
+) -> None:
+    tape = Tape(gap_events=gap_events, gap_bytes=200)
+    tape.snapshot(0)
+    for epoch, seq, size in events:
+        tape.event(seq, epoch, size)
+        waiting = tape.sequence._waiting  # pyright: ignore[reportPrivateUsage]
+        assert len(waiting) <= gap_events
+        assert sum(each.size for each in waiting.values()) <= 200
+        if tape.sequence.counters.discarded:
+            assert tape.asked, "what was let go of is in a snapshot, which was asked for"
+    # One that was asked for repairs it, whatever was let go of.
+    tape.snapshot(50)
+    assert tape.applied[-1] == "snapshot 1.50"
+    tape.event(51, size=150)
+    assert tape.applied[-1] == "1.51"
 
 
 @pytest.fixture

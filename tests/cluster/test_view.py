@@ -27,6 +27,7 @@ class Fold:
 
     def join(self, *devices: Any, node: str = "n1", epoch: Epoch = E1, **fields: Any) -> bool:
         self.view.node_up(node)
+        fields = {"seq": self.seq if epoch == E1 else 0, **fields}
         return self.view.apply_snapshot(snapshot(*devices, node=node, epoch=epoch, **fields), sole=True)
 
     def event(self, kind: str, *, node: str = "n1", subject: str | None = None, **data: Any) -> bool:

@@ -171,10 +171,9 @@ async def test_a_worker_waits_for_its_hub_and_is_cancelled_cleanly(endpoint: str
     worker = asyncio.create_task(run_worker(config, on_ready=ready))
     await asyncio.sleep(0.3)
     worker.cancel()
-    start = time.monotonic()
     with pytest.raises(asyncio.CancelledError):
-        await worker
-    assert time.monotonic() - start < 1.0
+        async with asyncio.timeout(30):  # it would wait for its hub without end
+            await worker
     worker = asyncio.create_task(run_worker(config, on_ready=ready))
     view = MasterView()
     async with running(asyncio.create_task(run_master(MasterConfig("test", endpoint), view))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -62,6 +62,7 @@ async def calibrate(
     registry_path: str | os.PathLike[str] | None = None,
     weights_directory: str | os.PathLike[str] | None = None,
     clock: Clock = time.perf_counter,
+    on_device: Callable[[GPUDevice, int, int], None] | None = None,
 ) -> tuple[Calibration, ...]:
     """Measure every device whose figures are not in the registry for its present backend and driver, and keep them.
 
@@ -83,6 +84,7 @@ async def calibrate(
         weights_directory: where the file is written that is loaded; None is the directory of temporary files. It is
             read from the host's page cache: a disk that is slower is what loading really waits for.
         clock: seconds.
+        on_device: called with each device before it is looked at, how many were, and how many there are.
 
     Returns: one for each device, in order. What failed is told by it and costs no other device.
 
@@ -96,7 +98,9 @@ async def calibrate(
     devices = await _devices(backend, device_ids)
     kept = await kept_calibrations(registry_path) if keep else ()
     results: list[Calibration] = []
-    for device in devices:
+    for done, device in enumerate(devices):
+        if on_device is not None:
+            on_device(device, done, len(devices))
         known = next((each for each in kept if each.holds_for(device) and each.revision == REVISION), None)
         if known is not None and not again:
             results.append(Calibration(device, known.speeds, fresh=False))

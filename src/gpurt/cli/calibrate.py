@@ -8,9 +8,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from gpurt.cli.progress import Report, progress
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
-from gpurt.printable import quoted
+from gpurt.printable import printable, quoted
 
 if TYPE_CHECKING:
     from gpurt.calibration import Calibration
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.weights is not None and not os.access(args.weights, os.W_OK | os.X_OK):
         what = "cannot be written to" if os.path.isdir(args.weights) else "is no directory"
         raise GPUError(f"{quoted(args.weights)} {what}", operation="calibrate --weights")
-    results = run_command(_calibrate(args, args.backend or next(iter(backends), None)))
+    with progress("gpurt calibrate: measures the devices, about two seconds each") as tell:
+        results = run_command(_calibrate(args, args.backend or next(iter(backends), None), tell))
     if args.json:
         document = {"schema": 1, "devices": [_document(result) for result in results]}
         sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result.speeds is None or result.failure for result in results) else 0
 
 
-async def _calibrate(args: argparse.Namespace, name: str | None) -> tuple[Calibration, ...]:
+async def _calibrate(args: argparse.Namespace, name: str | None, tell: Report) -> tuple[Calibration, ...]:
     from gpurt.calibration import calibrate
     from gpurt.factory import create_backend
 
@@ -66,6 +68,7 @@ async def _calibrate(args: argparse.Namespace, name: str | None) -> tuple[Calibr
             busy=args.busy,
             registry_path=args.registry,
             weights_directory=args.weights,
+            on_device=lambda device, done, total: tell(f"{device.device_id} {printable(device.name)}", done, total),
         )
 
 
@@ -92,7 +95,7 @@ def _assumed(result: Calibration) -> tuple[float, float]:
 
 
 def _show(results: tuple[Calibration, ...]) -> None:
-    from gpurt.printable import MAX_LINE, printable
+    from gpurt.printable import MAX_LINE
 
     lines: list[str] = []
     for result in results:

@@ -1,4 +1,4 @@
-"""``gpurt cluster``: the certificates of a cluster."""
+"""``gpurt cluster``: the certificates of a cluster, and what an operator alone may do to its nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from gpurt.cli import reset_term
 
 FOLDER: Final = "gpurt-cluster"
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
@@ -44,9 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     revoke = commands.add_parser("revoke", help="let a name say and hear nothing any more")
     revoke.add_argument("name", metavar="NAME")
     _add_folder(revoke)
+    reset_term.add_arguments(
+        commands.add_parser("reset-term", help="have nodes follow masters of earlier terms again, after a wrong one")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "reset-term":
+        return reset_term.run(args)
     actions: dict[str, Callable[[argparse.Namespace], str]] = {"init": _init, "enrol": _enrol, "revoke": _revoke}
     sys.stdout.write(actions[args.action](args))
     return 0
@@ -81,8 +88,8 @@ def _enrol(args: argparse.Namespace) -> str:
     if role is Role.HUB:
         return text + f"  {_command('gpurt', 'master', '--tls', own)}   when the master is started again\n"
     text += (
-        f"  start the master again, or copy {folder / 'hub' / 'roster.json'} to its folder and do so there: "
-        "it reads who may connect when it starts; nodes connect again by themselves\n"
+        f"  nothing where the hub uses {folder / 'hub'}: it reads who may connect again within a second; where it uses "
+        f"a copy of that folder, copy {folder / 'hub' / 'roster.json'} there\n"
         f"  copy {own} to the machine, readable for its user alone\n"
     )
     if role is Role.NODE:
@@ -96,8 +103,8 @@ def _revoke(args: argparse.Namespace) -> str:
     revoke(args.folder, args.name)
     return (
         f"{args.name} is off the roster, and the name is not given again\nnext:\n"
-        f"  start the master again, or copy {Path(args.folder) / 'hub' / 'roster.json'} to its folder and do so there: "
-        "until then it lets the name in\n"
+        f"  nothing where the hub uses {Path(args.folder) / 'hub'}: it shuts the name out within a second; where it "
+        f"uses a copy of that folder, copy {Path(args.folder) / 'hub' / 'roster.json'} there, or it lets the name in\n"
     )
 
 

@@ -24,6 +24,7 @@ _STYLES: Final = {
     "suspect": "yellow",
     "degraded": "yellow",
     "unresponsive": "yellow",
+    "unknown": "yellow",
     "lost": "red",
     "left": "dim",
     "removed": "dim",
@@ -51,7 +52,8 @@ def cluster_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="cluster")
+    wrong = "\n".join(printable(each.message, MAX_LINE) for each in snapshot.plan_troubles)
+    table = Table(title="cluster", caption=Text(wrong, style="red") if wrong else None)
     if compact:
         for heading in ("node", "state", "name", "usable / total", "health"):
             # Where there is too little room, the name alone gives way.
@@ -69,6 +71,8 @@ def cluster_table(
             table.add_row("…", f"{more} more {'node' if more == 1 else 'nodes'}")
             break
         state = Text(node.state, style=_STYLES.get(node.state, ""))
+        if node.state == "unknown":
+            state.append(" (hub away)", style="dim")
         if node.draining:
             state.append(" (draining)", style="dim")
         first = (Text(name), state)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--term",
         metavar="N",
-        type=_term,
+        type=term,
         help="speak for the master of this term (default: the latest that the node has heard of); from then on the "
         "node refuses masters of earlier ones",
     )
@@ -136,9 +136,10 @@ def _are(names: list[str]) -> str:
     return f"{'is' if len(names) == 1 else 'are'} {', '.join(names[:LISTED])}{more}"
 
 
-def _term(text: str) -> int:
+def term(text: str) -> int:
     from gpurt.placement.version import MAX_NUMBER
 
-    if not text.isdecimal() or int(text) > MAX_NUMBER:
+    # Python refuses to read a number of thousands of digits.
+    if not text.isdecimal() or len(text) > len(str(MAX_NUMBER)) or int(text) > MAX_NUMBER:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_NUMBER}")
     return int(text)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpurt.cli import observing, protected
+from gpurt.cli.progress import Report, progress
 from gpurt.cli.running import run_command
 from gpurt.errors import GPUError
 from gpurt.printable import printable
@@ -69,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
     if measure:
         observing.check_may_command(protected.identity_of(args), "have nodes measure")
     config = observing.observer_config(args, args.cluster)
-    seen = run_command(look(config, measure=measure, nodes=args.nodes))
+    if measure:
+        with progress(f"gpurt links: every way is measured for {args.seconds:g} s at most") as tell:
+            seen = run_command(look(config, measure=measure, nodes=args.nodes, tell=tell))
+    else:
+        seen = run_command(look(config, nodes=args.nodes))
     sys.stdout.write(json.dumps(seen.document(), allow_nan=False) + "\n" if args.json else seen.text())
     return 1 if seen.failed else 0
 
@@ -128,12 +133,14 @@ async def look(
     measure: tuple[int, float] | None = None,
     nodes: list[str] | None = None,
     engine: EventEngine | None = None,
+    tell: Report | None = None,
 ) -> Seen:
     """
     Args:
         measure: bytes and seconds for each way; None: nothing is measured.
         nodes: the ways between these only.
         engine: in place of one at ``config.endpoint``.
+        tell: called with how many ways are measured.
 
     Raises:
         BusUnavailable: no hub there. GPUError: the budget is over the limits, or there is no such node.
@@ -144,7 +151,7 @@ async def look(
     async with observing.observing(config, view, command="gpurt links", engine=engine) as master:
         await _settled(master, view)
         names = _chosen(view.snapshot(), nodes)
-        outcome = None if measure is None else await _measured(master, view.snapshot(), names, nodes, measure)
+        outcome = None if measure is None else await _measured(master, view.snapshot(), names, nodes, measure, tell)
         links = {
             (name, link.peer): link
             for name in names
@@ -178,13 +185,18 @@ def _chosen(snapshot: ClusterSnapshot, nodes: list[str] | None) -> list[str]:
 
 
 async def _measured(
-    master: Master, snapshot: ClusterSnapshot, names: list[str], nodes: list[str] | None, measure: tuple[int, float]
+    master: Master,
+    snapshot: ClusterSnapshot,
+    names: list[str],
+    nodes: list[str] | None,
+    measure: tuple[int, float],
+    tell: Report | None,
 ) -> SurveyResult:
     from pydantic import ValidationError
 
-    from gpurt.cluster.envelope import summary
     from gpurt.cluster.link_protocol import LinkBudget
     from gpurt.cluster.link_survey import survey_links
+    from gpurt.cluster.message_limits import summary
     from gpurt.cluster.topology import pairs_to_measure
 
     try:
@@ -196,7 +208,14 @@ async def _measured(
     else:
         pairs = [(a, b) for a in names for b in names if a != b]
     # Whoever asks for this knows the cluster as it is now, so this is no command of a master that was replaced.
-    return await survey_links(master.engine, snapshot, pairs, term=snapshot.term, budget=budget)
+    return await survey_links(
+        master.engine,
+        snapshot,
+        pairs,
+        term=snapshot.term,
+        budget=budget,
+        on_measured=None if tell is None else lambda done, total: tell("ways measured", done, total),
+    )
 
 
 def _figures(link: PeerLink) -> str:

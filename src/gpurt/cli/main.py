@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Final, NoReturn
 
 from gpurt.cli.logs import log_to_stderr
-from gpurt.cli.signals import give_up_stdout, interrupted_by_signals
+from gpurt.cli.signals import give_up_stdout, interrupted_by_signals, interruptible
 from gpurt.errors import GPUError
 from gpurt.printable import MAX_LINE, printable
 
@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "worker": ("gpurt.cli.worker", "run a worker node: publish this machine's devices to a master"),
     "master": ("gpurt.cli.master", "run a master: show the devices of all nodes"),
     "hub": ("gpurt.cli.hub", "run a hub without a master: where masters and workers connect"),
-    "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster: its authority, its hub, its nodes"),
+    "cluster": ("gpurt.cli.cluster", "make the certificates of a cluster, and set the term of its nodes back"),
     "drain": ("gpurt.cli.drain", "take a node of a cluster out of new placements, or let it take part again"),
     "links": ("gpurt.cli.links_command", "the ways between the nodes of a cluster: round trip and bandwidth"),
     "top": ("gpurt.cli.top", "watch the nodes and devices of a cluster, and what they measure"),
@@ -46,8 +46,13 @@ COMMANDS: Final = {
 _SPELLINGS: Final = {"≥": ">=", "≤": "<=", "µ": "u", "…": "...", "·": "-", "×": "x", "–": "-", "→": "->"}  # noqa: RUF001
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code. ``argv`` without the program's name; None is ``sys.argv[1:]``."""
+def main(argv: Sequence[str] | None = None, *, at_start: Callable[[int, object], None] | None = None) -> int:
+    """Run the command; returns the exit code.
+
+    Args:
+        argv: without the program's name; None is ``sys.argv[1:]``.
+        at_start: the handler of Ctrl-C that the program has set for its start, and that it has for its end again.
+    """
     _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="gpurt", description="A device runtime for distributed inference workers.")
@@ -80,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert run is not None, "argparse let a command pass that is not in COMMANDS"
     ended_by: list[int] = []
     try:
-        with interrupted_by_signals(ended_by):
+        with interruptible(at_start), interrupted_by_signals(ended_by):
             code = run(args)
         sys.stdout.flush()
     except GPUError as exc:

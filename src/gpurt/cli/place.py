@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 EXIT_PLAN, EXIT_NO_PLAN = 0, 1
 TIME_S: Final = 5.0
 _WHAT_IF_S: Final = 1.0
+_LEAST_WHAT_IF_S: Final = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +101,7 @@ class _Placed:
         self.model = model
         self.inventory = inventory
         self.constraints = constraints
+        self.deadline = time.monotonic() + args.time
 
     def show(self) -> int:
         from gpurt.placement import InfeasiblePlacement
@@ -157,8 +160,16 @@ class _Placed:
         from gpurt.placement.what_if import what_ifs
 
         devices, topology = self.inventory.devices, self.inventory.topology
+        # Within the time that was given for all: where the plan has taken it, no change is tried.
+        left = self.deadline - time.monotonic()
         found = what_ifs(
-            self.model, devices, topology, self.constraints, plan, time_budget=min(_WHAT_IF_S, self.args.time)
+            self.model,
+            devices,
+            topology,
+            self.constraints,
+            plan,
+            time_budget=max(_LEAST_WHAT_IF_S, min(_WHAT_IF_S, left / 3)),
+            cancelled=lambda: time.monotonic() >= self.deadline,
         )
         return explain_plan(
             self.model, devices, self.constraints, plan, left_out=self.inventory.left_out, what_ifs=found

@@ -94,7 +94,7 @@ def read_inventory(path: str) -> Inventory:
         return inventory
     from pydantic import ValidationError
 
-    from gpurt.cluster.envelope import summary
+    from gpurt.cluster.message_limits import summary
     from gpurt.cluster.records import ClusterSnapshot
 
     try:

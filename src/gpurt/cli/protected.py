@@ -39,6 +39,23 @@ def identity_of(args: argparse.Namespace) -> Identity | None:
     return load_identity(args.tls)
 
 
+def check_node(identity: Identity | None) -> None:
+    """
+    Raises:
+        CredentialsRefused: the certificate is a hub's, a master's or an observer's, whose name may be none of a node.
+    """
+    if identity is None:
+        return
+    from gpurt.cluster.security.authority import Role
+    from gpurt.cluster.security.errors import CredentialsRefused
+
+    if identity.role is not Role.NODE:
+        raise CredentialsRefused(
+            f"the certificate in {identity.folder} is of {identity.role} {identity.name!r}, not of a node",
+            hint="gpurt cluster enrol NAME makes one",
+        )
+
+
 def chosen(option: str | None, certified: str | None, default: str) -> str:
     """What was said on the command line, also if it is nothing; else what the certificate's folder says; else
     ``default``."""

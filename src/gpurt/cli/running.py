@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from gpurt.cli.signals import left_to_asyncio
+
 T = TypeVar("T")
 
 
@@ -39,16 +41,19 @@ def run_command(
                 raise asyncio.CancelledError
             return await main
         finally:
-            main.close()  # if it was never begun
             _running.task = None
 
+    work = interruptible()
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(interruptible())
+        with left_to_asyncio(), asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(work)
     except asyncio.CancelledError:
         if _running.interrupted:
             raise KeyboardInterrupt from None
         raise
+    finally:
+        work.close()  # if it was never begun
+        main.close()
 
 
 def interrupt() -> bool:

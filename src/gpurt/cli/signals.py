@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 
 @contextlib.contextmanager
@@ -44,6 +44,69 @@ def interrupted_by_signals(ended_by: list[int]) -> Generator[None]:
         for number in ours:
             # Nothing may cut the end of a command short that a signal has ended.
             signal.signal(number, signal.SIG_IGN if ended_by else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def interruptible(at_start: Callable[[int, object], None] | None) -> Generator[None]:
+    """Ctrl-C raises ``KeyboardInterrupt`` in the block, and ends the process at once again after it: what runs at the
+    end of an interpreter would be cut short with tracebacks.
+
+    Wherever it is raised, it comes out of the block as such: in the middle of an import Python may have made another
+    error of it, or swallowed it.
+
+    Args:
+        at_start: the handler that does so; where another one is set, it stays.
+    """
+    if at_start is None or signal.getsignal(signal.SIGINT) is not at_start:
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    hook, sys.unraisablehook = sys.unraisablehook, _say_unless_interrupted
+    try:
+        yield
+    except Exception as exc:
+        if _interrupts.came:
+            raise KeyboardInterrupt from exc
+        raise
+    finally:
+        signal.signal(signal.SIGINT, at_start)
+        sys.unraisablehook = hook
+
+
+@contextlib.contextmanager
+def left_to_asyncio() -> Generator[None]:
+    """asyncio ends a loop's main task at Ctrl-C where nobody else has set a handler: ours is put aside for it.
+
+    Raises:
+        KeyboardInterrupt: it came before, and was swallowed.
+    """
+    if _interrupts.came:
+        raise KeyboardInterrupt
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _interrupt
+    if ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, _interrupt)
+
+
+class _Interrupts:
+    came = False
+
+
+_interrupts = _Interrupts()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    _interrupts.came = True
+    raise KeyboardInterrupt
+
+
+def _say_unless_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
+    if not _interrupts.came:
+        sys.__unraisablehook__(unraisable)
 
 
 def give_up_stdout() -> None:

@@ -8,6 +8,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from gpurt.cli.progress import progress
 from gpurt.cli.running import run_command
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     level = log.level
     log.setLevel(level if args.verbose else logging.CRITICAL)
     try:
-        report = run_command(simulate(config))
+        about = f"gpurt simulate: {config.nodes:,} nodes join, then {config.seconds:g} s of changes and faults"
+        with progress(about) as tell:
+            report = run_command(simulate(config, on_progress=tell))
     finally:
         log.setLevel(level)
     if args.json:

@@ -174,7 +174,7 @@ class Watch:
     def _overview(self, master: Master) -> Overview:
         from gpurt.cli.top_overview import overview
 
-        return overview(self._view.snapshot(), master.readings, self._view.clock())
+        return overview(self._view.snapshot(), master.readings, self._view.clock(), self._view.refusals.of)
 
     def _picture(self, master: Master, console: Console) -> Group:
         from gpurt.cli.top_picture import picture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpurt.cluster.monitoring import REFRESH_S
@@ -25,6 +25,12 @@ from gpurt.types import DeviceState
 
 STALE_S: Final = 2 * REFRESH_S
 """Older readings are marked. A node repeats what has not changed every :data:`REFRESH_S`; one message may be lost."""
+
+
+def no_values(_: str) -> Mapping[str, int]:
+    """Nothing of any node was refused."""
+    return {}
+
 
 ReadingsOf = Callable[[str], Mapping[str, DeviceReadings]]
 """What the devices of a node measure, by device key."""
@@ -95,6 +101,8 @@ class NodeLines:
     conflict: bool
     """Two processes use its name."""
     devices: tuple[DeviceLine, ...]
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How often it said something beyond all limits, by field."""
 
     @property
     def name(self) -> str:
@@ -124,6 +132,7 @@ class NodeLines:
             "conflict": self.conflict,
             "hostname": self.node.host.hostname,
             "discovery_status": self.node.discovery_status,
+            "refused": dict(self.refused),
             "devices": [line.document() for line in self.devices],
         }
 
@@ -154,10 +163,13 @@ class Overview:
         }
 
 
-def overview(snapshot: ClusterSnapshot, readings: ReadingsOf, now: float) -> Overview:
+def overview(
+    snapshot: ClusterSnapshot, readings: ReadingsOf, now: float, refused: Callable[[str], Mapping[str, int]] = no_values
+) -> Overview:
     """
     Args:
         now: on the clock of the view.
+        refused: what of a node's was refused, by field.
     """
     lines: dict[str, list[DeviceLine]] = {name: [] for name in snapshot.nodes}
     told = {name: readings(name) for name in snapshot.nodes}
@@ -165,7 +177,7 @@ def overview(snapshot: ClusterSnapshot, readings: ReadingsOf, now: float) -> Ove
         lines[found.node].append(DeviceLine(found, told[found.node].get(found.key)))
     contested = {conflict.node for conflict in snapshot.conflicts}
     nodes = [
-        NodeLines(node, max(0.0, now - node.state_since), name in contested, tuple(lines[name]))
+        NodeLines(node, max(0.0, now - node.state_since), name in contested, tuple(lines[name]), refused(name))
         for name, node in snapshot.nodes.items()
     ]
     nodes.sort(key=lambda node: node.rank)

@@ -190,6 +190,8 @@ def _node_row(node: NodeLines) -> _Row:
 def _label(node: NodeLines) -> str:
     marks: list[str] = [] if node.node.state == "healthy" else [f"{node.node.state} {_seconds(node.state_s)}"]
     marks += ["draining"] * node.node.draining + ["name used twice"] * node.conflict
+    if node.refused:
+        marks.append(f"{_counted(sum(node.refused.values()), 'value')} refused")
     return f"{node.name}{''.join(f' ({mark})' for mark in marks)}"
 
 

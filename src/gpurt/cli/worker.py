@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from gpurt.cluster.worker import DEFAULT_ENDPOINT, WorkerConfig
 
     identity = protected.identity_of(args)
+    protected.check_node(identity)
     try:
         config = WorkerConfig(
             node=protected.chosen(args.node, identity and identity.name, default_node()),
@@ -297,7 +298,10 @@ def default_node() -> str:
     """The host's name, made to fit a node name."""
     import platform
 
-    return re.sub(r"[^a-z0-9_-]", "-", platform.node().lower())[:64] or "node"
+    from gpurt.cluster.keys import RESERVED
+
+    name = re.sub(r"[^a-z0-9_-]", "-", platform.node().lower())[:64] or "node"
+    return f"{name}-node" if name in RESERVED else name
 
 
 def byte_count(text: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from gpurt.cluster.bus import CommandHandler
+from gpurt.cluster.errors import ClusterError
 
 MAX_COMMANDS: Final = 16
 """Commands that a node works on at once; more are refused."""
@@ -48,7 +49,10 @@ class Answering:
         except Exception as exc:
             _log.warning("a command failed: %r", exc)
             answer, error = error_text(exc), True
-        await reply(answer, error)
+        try:
+            await reply(answer, error)
+        except ClusterError as exc:
+            _log.info("the answer to a command could not be sent, so who gave it has none: %s", exc)
 
 
 def error_text(exc: Exception) -> bytes:

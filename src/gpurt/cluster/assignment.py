@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -10,13 +11,22 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gpurt.cluster.envelope import summary
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.keys import check_name
-from gpurt.cluster.shards import MAX_BYTES, MAX_LAYERS, MAX_MESSAGE, MAX_STAGES, Name, ResidentLayers, ShardState
+from gpurt.cluster.message_limits import summary
+from gpurt.cluster.shards import (
+    MAX_BYTES,
+    MAX_LAYERS,
+    MAX_MESSAGE,
+    MAX_PLAN_NODES,
+    MAX_STAGES,
+    Name,
+    ResidentLayers,
+    ShardState,
+)
 from gpurt.placement.errors import InvalidPlan
 from gpurt.placement.plan import Plan
-from gpurt.placement.version import PlanVersion
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
 
 MAX_GROUP: Final = 1024
 """Devices of one tensor-parallel group."""
@@ -69,6 +79,10 @@ class Assignment(BaseModel):
     layer_count: int = Field(ge=1, le=MAX_LAYERS, strict=True)
     """Of the whole model: who has the last layer has the head, too."""
     version: PlanVersion
+    plan: Annotated[str, Field(max_length=64)] | None = None
+    """Which plan this is a part of, the same at all its nodes: two plans of one version differ in it."""
+    nodes: Annotated[tuple[Name, ...], Field(max_length=MAX_PLAN_NODES)] = ()
+    """All nodes of the plan; empty: there are more than ``MAX_PLAN_NODES``."""
     stages: Annotated[tuple[AssignedStage, ...], Field(max_length=MAX_STAGES)] = ()
 
     @model_validator(mode="after")
@@ -130,7 +144,7 @@ class Acknowledgement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     accepted: bool
-    term: int = Field(ge=0)
+    term: int = Field(ge=0, le=MAX_NUMBER)
     """The latest that the node has heard of."""
     reason: Refusal | None = None
     """Of a refusal."""
@@ -207,14 +221,32 @@ def kept_of(resident: tuple[ResidentLayers, ...], assigned: tuple[ResidentLayers
 def _assignment(
     plan: Plan, version: PlanVersion, instance: str | None, stages: tuple[AssignedStage, ...], where: str = "plan"
 ) -> Assignment:
+    nodes = tuple(dict.fromkeys(stage.node for stage in plan.stages))
     with _of_plan("assignment", where):
         return Assignment(
             instance=instance or plan.model,
             model=plan.model,
             layer_count=plan.layer_count,
             version=version,
+            plan=_plan_id(plan),
+            nodes=nodes if len(nodes) <= MAX_PLAN_NODES else (),
             stages=stages,
         )
+
+
+def _plan_id(plan: Plan) -> str:
+    """The same for plans that have all nodes hold the same, across processes."""
+    what = [
+        (
+            stage.start,
+            stage.end,
+            stage.node,
+            stage.devices,
+            [(h.device, h.weights, h.kv, h.activations) for h in stage.held],
+        )
+        for stage in plan.stages
+    ]
+    return hashlib.sha256(json.dumps((plan.model, plan.layer_count, what)).encode()).hexdigest()[:16]
 
 
 @contextmanager

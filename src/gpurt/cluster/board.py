@@ -9,12 +9,19 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from gpurt.cluster.bus import EventEngine
-from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.epoch import Epoch
+from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.message_limits import Refusals
 from gpurt.cluster.readings import DeviceReadings, decode_readings
 from gpurt.cluster.view import MAX_DEVICES, MAX_NODES
+
+SILENT_S: Final = 60.0
+"""After so long, twice the time within which a node repeats all its readings, a run is over: one with an earlier number
+that is heard then is of a node that has lost its registry and counts from 1 again."""
 
 _log = logging.getLogger("gpurt.cluster.observer")
 
@@ -25,17 +32,29 @@ class ReadingsBoard:
     Args:
         engine: started.
         clock: seconds, monotonic: ages are counted on from what a node told by this clock, never by any wall clock.
+        refusals: where values beyond all limits are counted.
     """
 
-    def __init__(self, engine: EventEngine, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: EventEngine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Refusals | None = None,
+    ) -> None:
         self._engine = engine
+        self._refusals = refusals
+        self._warnings = LimitedLog(_log, clock=clock)
         self._clock = clock
         self._heard: dict[str, dict[str, tuple[float, DeviceReadings]]] = {}
-        self._epochs: dict[str, str] = {}
+        self._runs: dict[str, tuple[str, float]] = {}
+        """Which run of a node these are of, and when it was heard last."""
         self._stop: Callable[[], Awaitable[None]] | None = None
         self._feeds: weakref.WeakSet[ReadingsFeed] = weakref.WeakSet()
         self.refused = 0
         """Messages that were no readings."""
+        self.stale = 0
+        """Messages of an earlier run than the one that is heard."""
 
     async def __aenter__(self) -> Self:
         self._stop = await self._engine.follow_telemetry(self._take)
@@ -68,19 +87,23 @@ class ReadingsBoard:
     def forget(self, node: str) -> None:
         """A node that is gone."""
         self._heard.pop(node, None)
-        self._epochs.pop(node, None)
+        self._runs.pop(node, None)
 
     def _take(self, node: str, payload: bytes) -> None:
         try:
-            told = decode_readings(payload, node=node)
+            told = decode_readings(payload, node=node, refusals=self._refusals)
         except MalformedEvent as exc:
             self.refused += 1
-            _log.warning("ignored: %s", exc)
+            self._warnings.warning(node, "ignored: %s", exc)
             return
-        if self._epochs.get(node) != told.epoch:
-            self.forget(node)  # another run of the node: what an earlier one told is over
-            self._epochs[node] = told.epoch
         now = self._clock()
+        run = self._runs.get(node)
+        if run is not None and run[0] != told.epoch:
+            if _earlier(told.epoch, run[0]) and now - run[1] < SILENT_S:
+                self.stale += 1
+                return
+            self.forget(node)  # another run of the node: what an earlier one told is over
+        self._runs[node] = told.epoch, now
         heard = self._heard.pop(node, {})  # to the end: the first is the one that has been silent for longest
         for each in told.devices:
             if each.device in heard or len(heard) < MAX_DEVICES:
@@ -94,6 +117,13 @@ class ReadingsBoard:
     def _values(self, node: str) -> Mapping[str, DeviceReadings]:
         """What a node has told, without ages."""
         return {key: each.model_copy(update={"age_s": 0.0}) for key, (_, each) in self._heard.get(node, {}).items()}
+
+
+def _earlier(epoch: str, known: str) -> bool:
+    try:
+        return Epoch.parse(epoch) < Epoch.parse(known)
+    except InvalidName:
+        return False  # no node of ours: it has no order, and the latest word counts
 
 
 class ReadingsFeed:

@@ -11,13 +11,17 @@ the same process, and it looks into no payload.
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
 MAX_STATE_BYTES: Final = 4 << 20
 """A node's snapshot: 1,000 devices take 1 MiB."""
 MAX_COMMAND_BYTES: Final = 64 << 10
+
+_HELD: Final = re.compile(rb"[0-9]{1,10}\.[0-9]{3}")
 
 CommandHandler = Callable[[bytes], Awaitable[bytes]]
 """Runs on the node's loop; returns the reply. An exception is told to the caller as the error it is."""
@@ -68,7 +72,21 @@ class NodeDown:
     """It called ``leave``. Not an event: a bus may tell the end of a node before its last events."""
 
 
-BusItem = EventReceived | EventRefused | EventsDropped | NodeUp | NodeDown
+@dataclass(frozen=True, slots=True)
+class HubAway:
+    """This participant has lost the hub (or the NATS server): it hears of no node, and knows nothing of any."""
+
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HubBack:
+    """It is there again. A ``NodeUp`` follows for every node that is there, or comes back by itself."""
+
+    node: str = ""
+
+
+BusItem = EventReceived | EventRefused | EventsDropped | NodeUp | NodeDown | HubAway | HubBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +95,19 @@ class StateReply:
 
     node: str
     payload: bytes
+    held_s: float = field(default=0.0, compare=False)
+    """For how long it has held its name, by its own monotonic clock: of two that answer, the first holder keeps it."""
+
+
+def held_text(since: float) -> bytes:
+    """How long it is since ``since``, of the monotonic clock, as it goes with a state."""
+    return f"{max(0.0, time.monotonic() - since):.3f}".encode()
+
+
+def held_of(text: bytes | None) -> float:
+    """What :func:`held_text` has made; 0 where another process says something else, or nothing."""
+    match = _HELD.fullmatch(text or b"")
+    return float(match[0]) if match else 0.0
 
 
 class Subscription(Protocol):
@@ -106,6 +137,11 @@ class EventEngine(Protocol):
 
     @property
     def cluster(self) -> str: ...
+
+    on_return: Callable[[], None] | None
+    """Called on the loop when the hub is there again after it was away."""
+    on_quiet: Callable[[], None] | None
+    """Called on the loop when a process of this node's name, perhaps this one, has looked who else uses the name."""
 
     async def start(self) -> None:
         """Open the bus. Waits, as long as it takes, until it can be reached; cancel to give up.
@@ -174,10 +210,13 @@ class EventEngine(Protocol):
         """Events and membership from now on, beginning with a ``NodeUp`` for every node that is there."""
         ...
 
-    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
+    async def snapshot(self, node: str, *, timeout: float = 2.0, quiet: bool = False) -> tuple[StateReply, ...]:
         """The state of ``node``, or of every node with ``"*"``: one reply per live process, none for a node that
         is not there or does not answer within ``timeout`` seconds. Two replies for one node are two processes
         that use one name.
+
+        Args:
+            quiet: no node takes it for the question of somebody who watches (``on_asked``).
         """
         ...
 

@@ -17,6 +17,8 @@ class ChangeKind(StrEnum):
     NODE_UPDATED = "node_updated"
     """Summary, host or reports of the node, whether it is draining; also a new run of its process."""
     NODE_SUSPECT = "node_suspect"
+    NODE_UNKNOWN = "node_unknown"
+    """The hub is away."""
     NODE_LOST = "node_lost"
     NODE_BACK = "node_back"
     NODE_LEFT = "node_left"
@@ -32,6 +34,12 @@ class ChangeKind(StrEnum):
     DEVICE_REMOVED = "device_removed"
     CONFLICT = "conflict"
     CONFLICT_OVER = "conflict_over"
+    PLAN_TROUBLE = "plan_trouble"
+    """Nodes follow a plan only in part, or two plans at once; also when others are concerned than before. Of no one
+    node."""
+    PLAN_TROUBLE_OVER = "plan_trouble_over"
+    TERM_DOUBTED = "term_doubted"
+    """A node names a term that does not count, because no other names one near it."""
     MISSED = "missed"
     """This consumer was too slow: look at ``view.snapshot()`` again."""
 

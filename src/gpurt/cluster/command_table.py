@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from gpurt.cluster.commands import Command, decode_command
+from gpurt.cluster.commands import Command, ResetTerm, decode_command, encode_answer
 from gpurt.cluster.errors import ClusterError, StaleTerm
 from gpurt.cluster.fence import Fence
+
+_log = logging.getLogger("gpurt.cluster.commands")
 
 C = TypeVar("C", bound=Command)
 
@@ -16,7 +19,8 @@ class CommandTable:
     """
     Args:
         fence: refuses masters that were replaced.
-        on_new_term: awaited when a master of a new term has spoken, before its command is looked at.
+        on_new_term: awaited when a master of a new term has spoken, before its command is looked at, and when an
+            operator has set the term back.
     """
 
     def __init__(self, fence: Fence, on_new_term: Callable[[], Awaitable[None]]) -> None:
@@ -47,6 +51,8 @@ class CommandTable:
                 this.
         """
         command = decode_command(payload)
+        if isinstance(command, ResetTerm):
+            return await self._reset(command)
         try:
             if await self._fence.admit(command.term):
                 await self._on_new_term()
@@ -59,3 +65,14 @@ class CommandTable:
         if answer is None:
             raise ClusterError(f"this node does not take the command {command.command}")
         return await answer(command)
+
+    async def _reset(self, command: ResetTerm) -> bytes:
+        before = self._fence.term
+        if await self._fence.reset(command.term):
+            _log.warning(
+                "an operator has set the latest term that was heard of back to %d, from %d; what was promised to "
+                "masters of later ones is void",
+                *(command.term, before),
+            )
+            await self._on_new_term()
+        return encode_answer(before=before, term=self._fence.term, unkept=self._fence.unkept)

@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from gpurt.cluster.assignment import Acknowledgement, Assignment
 from gpurt.cluster.bus import MAX_COMMAND_BYTES, EventEngine
-from gpurt.cluster.envelope import check_size, strict_json, summary
+from gpurt.cluster.envelope import check_size
 from gpurt.cluster.errors import MalformedEvent, StaleTerm
 from gpurt.cluster.link_protocol import LinkBudget
+from gpurt.cluster.message_limits import MessageReader, strict_json, summary
 from gpurt.cluster.peer_links import PeerLink
 from gpurt.cluster.shards import Name
-from gpurt.placement.version import MAX_NUMBER
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
 
 MAX_PEERS: Final = 64
 """Ways that one command has measured."""
@@ -62,12 +63,24 @@ class Assign(Command):
     command: Literal["assign"] = "assign"
     step: Step
     assignment: Assignment
+    master: Name | None = None
+    """Who sends it, for people."""
 
     @model_validator(mode="after")
     def _one_term(self) -> Assign:
         if self.assignment.version.term != self.term:
             raise ValueError(f"a plan of version {self.assignment.version} from a master of term {self.term}")
         return self
+
+
+class Withdraw(Command):
+    """Let go of one of two plans of one version, which two masters of one term have decided on."""
+
+    command: Literal["withdraw"] = "withdraw"
+    instance: Name
+    version: PlanVersion
+    plan: Annotated[str, Field(max_length=64)]
+    """That one; a node that follows another does nothing."""
 
 
 class PeerAddress(BaseModel):
@@ -86,6 +99,29 @@ class MeasureLinks(Command):
     peers: Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_PEERS)]
     budget: LinkBudget = LinkBudget()
     """For each of them."""
+
+
+class ResetTerm(BaseModel):
+    """The way back from a term that no master should have named: an operator's word, which no term keeps out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    command: Literal["reset_term"] = "reset_term"
+    term: int = Field(ge=0, le=MAX_NUMBER, strict=True)
+    """The latest that the node shall have heard of; what it has promised of later ones is void."""
+
+
+class ResetAnswer(BaseModel):
+    """What the node has done."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    before: int = Field(ge=0, le=MAX_NUMBER)
+    """The latest term that it had heard of."""
+    term: int = Field(ge=0, le=MAX_NUMBER)
+    """The same now."""
+    unkept: str | None = None
+    """Why that is so only until it is started again."""
 
 
 class DrainAnswer(BaseModel):
@@ -112,7 +148,12 @@ class LinksAnswer(BaseModel):
     """Why the others were not."""
 
 
-AnyCommand = Rediscover | Drain | Undrain | Assign | MeasureLinks
+_DRAIN_ANSWERS: Final = MessageReader(DrainAnswer, "answer")
+_RESET_ANSWERS: Final = MessageReader(ResetAnswer, "answer")
+_ACKNOWLEDGEMENTS: Final = MessageReader(Acknowledgement, "answer")
+LINKS_ANSWERS: Final = MessageReader(LinksAnswer, "answer")
+
+AnyCommand = Rediscover | Drain | Undrain | Assign | Withdraw | MeasureLinks | ResetTerm
 
 _COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(Annotated[AnyCommand, Field(discriminator="command")])
 
@@ -158,17 +199,32 @@ async def request_drain(
             reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is none.
     """
     command = Drain(term=term) if draining else Undrain(term=term)
-    try:
-        answer = DrainAnswer.model_validate(await send_command(engine, node, command, timeout=timeout))
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    answer = _DRAIN_ANSWERS.parse(await send_command(engine, node, command, timeout=timeout), node)
     if answer.refused is not None:
         raise StaleTerm(f"node {node} answered: {answer.refused}", latest=answer.term)
     return answer
 
 
+async def reset_term(engine: EventEngine, node: str, term: int, *, timeout: float = 10.0) -> ResetAnswer:
+    """Make ``term`` the latest that ``node`` has heard of, where it has heard of a later one that no master should have
+    named. What it holds stays until a plan moves it; what it has promised of later terms is void.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is
+            none.
+    """
+    command = ResetTerm(term=term)
+    return _RESET_ANSWERS.parse(await send_command(engine, node, command, timeout=timeout), node)
+
+
 async def send_assignment(
-    engine: EventEngine, node: str, assignment: Assignment, step: Step, *, timeout: float = 10.0
+    engine: EventEngine,
+    node: str,
+    assignment: Assignment,
+    step: Step,
+    *,
+    master: str | None = None,
+    timeout: float = 10.0,
 ) -> Acknowledgement:
     """One step of a commit at one node; see :class:`gpurt.cluster.committer.PlacementCommitter`.
 
@@ -176,15 +232,24 @@ async def send_assignment(
         NoAnswer: not there, or no reply in time. ClusterError: the node's own error.
         MalformedEvent: over ``MAX_COMMAND_BYTES``, or an answer that is none.
     """
-    command = Assign(term=assignment.version.term, step=step, assignment=assignment)
-    answer = await send_command(engine, node, command, timeout=timeout)
-    try:
-        return Acknowledgement.model_validate(answer)
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    command = Assign(term=assignment.version.term, step=step, assignment=assignment, master=master)
+    return _ACKNOWLEDGEMENTS.parse(await send_command(engine, node, command, timeout=timeout), node)
 
 
-async def send_command(engine: EventEngine, node: str, command: Command, *, timeout: float) -> Any:
+async def withdraw_plan(
+    engine: EventEngine, node: str, instance: str, version: PlanVersion, plan: str, *, timeout: float = 10.0
+) -> Acknowledgement:
+    """Have ``node`` let go of the plan ``plan``, where it follows it.
+
+    Raises:
+        NoAnswer: not there, or no reply in time. ClusterError: the node's own error. MalformedEvent: an answer that is
+            none.
+    """
+    command = Withdraw(term=version.term, instance=instance, version=version, plan=plan)
+    return _ACKNOWLEDGEMENTS.parse(await send_command(engine, node, command, timeout=timeout), node)
+
+
+async def send_command(engine: EventEngine, node: str, command: Command | ResetTerm, *, timeout: float) -> Any:
     """Returns the node's answer as JSON values.
 
     Raises:

@@ -18,6 +18,18 @@ class CommitStatus(StrEnum):
     """A node has refused or did not answer, or another plan was decided on: the plan before holds, everywhere."""
 
 
+class NotFollowing(BaseModel):
+    """A node that does not do what was decided."""
+
+    model_config = ConfigDict(frozen=True)
+
+    since: float
+    """On the clock of the master's view."""
+    reason: Refusal | None = None
+    """Why it refuses; None: it does not answer, is away, or could not load its part, as the message says."""
+    message: str
+
+
 class NodeAnswer(BaseModel):
     """What one node said in the last phase that reached it."""
 
@@ -71,8 +83,16 @@ class CommitResult(BaseModel):
         return tuple(node for node, answer in self.answers.items() if answer.acknowledgement is None)
 
     @property
+    def not_following(self) -> dict[str, str]:
+        """Why nodes do not do what was decided, as far as they were heard; ``PlacementCommitter.not_following`` knows
+        of later news. Empty where nothing was decided."""
+        if not self.committed:
+            return {}
+        return {node: answer.message for node, answer in self.answers.items() if not answer.accepted}
+
+    @property
     def superseded_by(self) -> int | None:
-        """Term of the later master that a node has heard of; None: this one is the latest."""
+        """Term of the later master that a node says it has heard of; None: this one is the latest."""
         terms = [each.term for each in self.refused.values() if each.reason is Refusal.STALE_TERM]
         return max(terms, default=None)
 

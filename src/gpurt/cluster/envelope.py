@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import from_json
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
 
 from gpurt.cluster.device_data import DeviceData
 from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
 from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.cluster.message_limits import MessageReader, Refusals
 
 MAX_EVENT_BYTES: Final = 256 << 10
 """Larger news goes as a notice; the receiver then asks for the node's snapshot."""
@@ -140,21 +140,19 @@ def encode(event: Envelope) -> bytes:
     return payload
 
 
-def decode(payload: bytes, *, node: str | None = None) -> Envelope:
-    """The event in ``payload``; with ``node``, only if it says that it is of that node.
+_EVENTS: Final = MessageReader(Envelope, "event", whole=True)
+
+
+def decode(payload: bytes, *, node: str | None = None, refusals: Refusals | None = None) -> Envelope:
+    """The event in ``payload``; with ``node``, only if it says that it is of that node. What it is about is within all
+    limits where it is a device; of other types, and of a device that is not, whoever knows the type looks at it.
 
     Raises:
         MalformedEvent: too large, not JSON, not a CloudEvent of a node, or of another node.
     """
     if len(payload) > MAX_EVENT_BYTES:
         check_size(payload, _sender(node))
-    if b"NaN" in payload or b"Infinity" in payload:
-        strict_json(payload, _sender(node))  # refuses them as numbers, where what follows takes them
-    try:
-        event = Envelope.model_validate_json(payload)
-    except ValidationError as exc:
-        strict_json(payload, _sender(node))  # says it better where it is no JSON at all
-        raise MalformedEvent(f"{_sender(node)}: {summary(exc)}") from exc
+    event = _EVENTS.read(payload, node, refusals)
     if node is not None and event.nodeid != node:
         raise MalformedEvent(f"{_sender(node)}: says that it is of node {event.nodeid[:64]!r}")
     return event
@@ -171,24 +169,3 @@ def check_size(payload: bytes, what: str, limit: int = MAX_EVENT_BYTES) -> None:
     """
     if len(payload) > limit:
         raise MalformedEvent(f"{what}: {len(payload)} bytes, over the limit of {limit} bytes")
-
-
-def strict_json(payload: bytes, what: str) -> Any:
-    """JSON in UTF-8, without NaN and Infinity; by the parser of pydantic, twice as fast as Python's own.
-
-    Raises:
-        MalformedEvent: not JSON, or nested too deeply.
-    """
-    try:
-        return from_json(payload, allow_inf_nan=False)
-    except ValueError as exc:
-        raise MalformedEvent(f"{what}: not JSON, which has no NaN or infinity either: {exc}") from exc
-
-
-def summary(error: ValidationError) -> str:
-    """The first three complaints in one line, without the values: those are a stranger's."""
-    parts = [
-        f"{'.'.join(map(str, item['loc'])) or 'document'}: {item['msg']}"
-        for item in error.errors(include_url=False, include_input=False)[:3]
-    ]
-    return "; ".join(parts)

@@ -93,9 +93,12 @@ class Fence:
             self._check(version.term)
             this = Promised(version=version, digest=digest, empty=empty)
             before = promises.instances.get(instance)
+            followed = before and before.activated
+            if activated and (followed is None or followed.version <= version):
+                followed = this
             promised = InstancePromises(
                 offered=this if before is None or before.offered.version < version else before.offered,
-                activated=this if activated else before and before.activated,
+                activated=followed,
             )
             if promised == before:
                 return promises
@@ -103,6 +106,21 @@ class Fence:
             return promises.model_copy(update={"instances": _bounded({**others, instance: promised})})
 
         await self._change(change)
+
+    async def reset(self, term: int) -> bool:
+        """An operator's word: ``term`` is the latest that was heard of, and what was promised of later ones is void.
+        True: that is news.
+
+        A later term is no business of this: a master raises it.
+        """
+
+        def change(promises: Promises) -> Promises:
+            if term >= promises.term:
+                return promises
+            kept = {name: left for name, each in promises.instances.items() if (left := _up_to(each, term)) is not None}
+            return promises.model_copy(update={"term": term, "instances": kept})
+
+        return await self._change(change)
 
     async def set_draining(self, draining: bool) -> None:
         """Said again, it is also written again where that could not be done before."""
@@ -156,6 +174,15 @@ class Fence:
                 )
             else:
                 self._unkept = None
+
+
+def _up_to(promised: InstancePromises, term: int) -> InstancePromises | None:
+    """What of it is of no later term."""
+    activated = promised.activated
+    if activated is not None and activated.version.term > term:
+        activated = None
+    offered = promised.offered if promised.offered.version.term <= term else activated
+    return None if offered is None else InstancePromises(offered=offered, activated=activated)
 
 
 def _bounded(instances: Mapping[str, InstancePromises]) -> dict[str, InstancePromises]:

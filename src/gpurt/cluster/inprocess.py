@@ -1,23 +1,21 @@
 """The bus inside one process: what a worker with its master embedded uses, and what tests use.
 
-All participants live on one event loop. A subscriber has a bounded stream; what does not fit is dropped and
-announced to that subscriber alone.
+All participants live on one event loop. A subscriber holds a bounded number of events of each node; what does not fit
+is dropped and announced to that subscriber alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
-from typing import Final, Self
-
-import anyio
+from typing import Final
 
 from gpurt.cluster.bus import (
     MAX_STATE_BYTES,
     BusItem,
     CommandHandler,
     EventReceived,
-    EventsDropped,
     NodeDown,
     NodeUp,
     OnAsked,
@@ -26,6 +24,7 @@ from gpurt.cluster.bus import (
 )
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, ClusterError, NoAnswer
+from gpurt.cluster.inbox import Inbox
 from gpurt.cluster.keys import ANY, check_name
 from gpurt.cluster.readings import MAX_READINGS_BYTES
 
@@ -36,7 +35,7 @@ class InProcessBus:
     """What the engines of one process share. Make one per cluster and give it to each engine.
 
     Args:
-        buffer_items: items that a subscriber may be behind.
+        buffer_items: events of one node that a subscriber may be behind.
     """
 
     def __init__(self, cluster: str = "default", *, buffer_items: int = BUFFER_ITEMS) -> None:
@@ -52,55 +51,16 @@ class InProcessBus:
             subscription.post(item)
 
 
-class InProcessSubscription:
+class InProcessSubscription(Inbox):
+    """Fair between nodes and bounded for each, as the subscriptions of the other engines."""
+
     def __init__(self, buffer_items: int, on_close: Callable[[InProcessSubscription], None]) -> None:
-        self._send, self._receive = anyio.create_memory_object_stream[BusItem](buffer_items)
-        self._dropped_of: dict[str, None] = {}
-        self._missed: dict[str, BusItem] = {}
+        super().__init__(asyncio.get_running_loop(), buffer_items)
         self._on_close = on_close
-        self.dropped = 0
-
-    def post(self, item: BusItem) -> None:
-        """Never blocks."""
-        try:
-            self._send.send_nowait(item)
-            # There is room again before the consumer has come to what it missed: that word is out of date now.
-            if isinstance(item, NodeUp | NodeDown):
-                self._missed.pop(item.node, None)
-        except anyio.WouldBlock:
-            if isinstance(item, NodeUp | NodeDown):
-                # Membership cannot be asked for again, so the latest word on each node is kept.
-                self._missed[item.node] = item
-            else:
-                self.dropped += 1
-                self._dropped_of[item.node] = None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> BusItem:
-        if self._dropped_of:
-            return EventsDropped(self._dropped_of.popitem()[0])
-        try:
-            return self._receive.receive_nowait()
-        except anyio.WouldBlock:
-            if self._missed:
-                return self._missed.pop(next(iter(self._missed)))
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            raise StopAsyncIteration from None
-        try:
-            return await self._receive.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError):
-            raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
         self._on_close(self)
-        # Closing the sender ends a consumer that is waiting; closing the receiver under it would not.
-        self._send.close()
-
-    def __del__(self) -> None:
-        self._receive.close()
-        self._send.close()
+        self.close()
 
 
 class InProcessEngine:
@@ -115,6 +75,10 @@ class InProcessEngine:
         self._subscriptions: list[InProcessSubscription] = []
         self._readers: list[TakeReadings] = []
         self.node: str | None = None
+        self._since = 0.0
+        self.on_return: Callable[[], None] | None = None
+        """Never called: this bus is always there."""
+        self.on_quiet: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> str:
@@ -140,6 +104,7 @@ class InProcessEngine:
         if self.node is not None:
             raise ClusterError(f"already joined as node {self.node}")
         self.node, self._state, self._on_command, self._on_asked = node, state, on_command, on_asked
+        self._since = time.monotonic()
         self._bus.members.append(self)
         self._bus.deliver(NodeUp(node))
 
@@ -189,16 +154,18 @@ class InProcessEngine:
             subscription.post(NodeUp(node))
         return subscription
 
-    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
+    async def snapshot(self, node: str, *, timeout: float = 2.0, quiet: bool = False) -> tuple[StateReply, ...]:
         self._check_started()
         if node != ANY:
             check_name(node, "node")
         replies: list[StateReply] = []
         for member in tuple(self._bus.members):
             if member.node is not None and member._state is not None and node in (ANY, member.node):
-                replies.append(StateReply(member.node, member._state))
-                if member._on_asked is not None:
-                    member._on_asked()
+                held = max(0.0, time.monotonic() - member._since)
+                replies.append(StateReply(member.node, member._state, held))
+                notify = member.on_quiet if quiet else member._on_asked
+                if notify is not None:
+                    notify()
         return tuple(replies)
 
     async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:

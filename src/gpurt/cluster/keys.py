@@ -27,15 +27,22 @@ FLUSH: Final = "flush"
 ANY: Final = "*"
 """In place of a node: every node of the cluster."""
 
+RESERVED: Final = frozenset({"all", "any", "authority", "hub", "master", "observer"})
+"""Names that no participant has: they mean a role, or everybody. Compared without regard to case."""
+
 _NAME: Final = re.compile(r"[a-z0-9_-]{1,64}")
 
 
 def check_name(name: str, what: str) -> str:
-    """``name`` itself when it is 1 to 64 of ``a-z 0-9 _ -``.
+    """``name`` itself when it is 1 to 64 of ``a-z 0-9 _ -``, and for a node none of ``RESERVED``.
 
     Raises:
         InvalidName: otherwise; ``what`` ("node", "cluster") says which name it was.
     """
+    if isinstance(name, str) and what == "node" and name.casefold() in RESERVED:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidName(
+            f"node name {name!r} is reserved", hint=f"choose another; reserved are {', '.join(sorted(RESERVED))}"
+        )
     # The type says str; configuration files and command lines say otherwise.
     if not isinstance(name, str) or not _NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidName(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pydantic import ValidationError
-
 from gpurt.cluster.bus import EventEngine
-from gpurt.cluster.commands import MAX_PEERS, LinksAnswer, MeasureLinks, PeerAddress, send_command
-from gpurt.cluster.envelope import summary
-from gpurt.cluster.errors import BusClosed, ClusterError, MalformedEvent
+from gpurt.cluster.commands import LINKS_ANSWERS, MAX_PEERS, LinksAnswer, MeasureLinks, PeerAddress, send_command
+from gpurt.cluster.errors import BusClosed, ClusterError
 from gpurt.cluster.groups import together
 from gpurt.cluster.link_measuring import PATIENCE_S
 from gpurt.cluster.link_protocol import STEP_S, LinkBudget
@@ -42,11 +39,7 @@ async def request_links(
     budget = budget or LinkBudget()
     command = MeasureLinks(term=term, peers=tuple(peers), budget=budget)
     longest = len(command.peers) * (PATIENCE_S + budget.seconds + 4 * STEP_S)
-    answer = await send_command(engine, node, command, timeout=longest)
-    try:
-        return LinksAnswer.model_validate(answer)
-    except ValidationError as exc:
-        raise MalformedEvent(f"answer of node {node}: {summary(exc)}") from exc
+    return LINKS_ANSWERS.parse(await send_command(engine, node, command, timeout=longest), node)
 
 
 async def survey_links(
@@ -56,12 +49,14 @@ async def survey_links(
     *,
     term: int = 0,
     budget: LinkBudget | None = None,
+    on_measured: Callable[[int, int], None] | None = None,
 ) -> SurveyResult:
     """Have the ways of ``pairs`` (source, target) measured, e.g. of ``pairs_to_measure``. One that fails does not keep
     the others from being measured.
 
     Args:
         snapshot: knows where nodes listen.
+        on_measured: called with how many of the ways are done, measured or not, and how many there are.
 
     Raises:
         BusClosed: the engine is not started.
@@ -75,11 +70,14 @@ async def survey_links(
             result.failed[source, target] = f"node {target} is not there, or lets nobody measure"
         else:
             peers.setdefault(source, []).append(PeerAddress(node=target, endpoint=endpoint))
+    total = len(result.failed) + sum(map(len, peers.values()))
     at_once = asyncio.Semaphore(SOURCES)
 
     async def measure(source: str, some: list[PeerAddress]) -> None:
         async with at_once:
             for start in range(0, len(some), MAX_PEERS):
+                if on_measured is not None:
+                    on_measured(len(result.measured) + len(result.failed), total)
                 part = some[start : start + MAX_PEERS]
                 try:
                     answer = await request_links(engine, source, part, term=term, budget=budget)

@@ -14,7 +14,15 @@ from gpurt.discovery.events import DeviceEvent, EventType
 _log = logging.getLogger("gpurt.cluster.changes")
 
 _WORSE: Final = frozenset(
-    {ChangeKind.NODE_SUSPECT, ChangeKind.NODE_LOST, ChangeKind.CONFLICT, ChangeKind.MISSED, ChangeKind.NODE_FORGOTTEN}
+    {
+        ChangeKind.NODE_SUSPECT,
+        ChangeKind.NODE_LOST,
+        ChangeKind.CONFLICT,
+        ChangeKind.PLAN_TROUBLE,
+        ChangeKind.TERM_DOUBTED,
+        ChangeKind.MISSED,
+        ChangeKind.NODE_FORGOTTEN,
+    }
 )
 _WORSE_EVENTS: Final = frozenset({EventType.LOST, EventType.REMOVED, EventType.BACKEND_UNAVAILABLE})
 

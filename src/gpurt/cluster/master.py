@@ -91,7 +91,7 @@ async def run_master(
     observer = ClusterObserver(engine, view, resync_interval_s=config.resync_interval_s)
     try:
         await engine.start()
-        async with ReadingsBoard(engine) as board:
+        async with ReadingsBoard(engine, refusals=view.refusals) as board:
             await observer.run(lambda: on_ready(Master(config, engine, observer, board)) if on_ready else None)
     finally:
         await engine.close()

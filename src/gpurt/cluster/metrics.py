@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Final
 
 from gpurt.cluster.master import Master
+from gpurt.cluster.message_limits import Refusals
 from gpurt.cluster.queries import MemoryKey, health_of, memory_key, memory_of, nodes_by_state
 from gpurt.cluster.records import ClusterSnapshot, NodeState
 from gpurt.cluster.sequence import Counters, Resync
@@ -17,6 +18,8 @@ from gpurt.telemetry.exporter import Families
 from gpurt.telemetry.metrics import Family
 from gpurt.types import DeviceState
 
+REFUSED_NODES: Final = 32
+"""A cluster of any size has as many series."""
 STEP_NODES: Final = 32
 """Nodes that are looked at before other tasks get their turn."""
 
@@ -76,6 +79,7 @@ class MasterMetrics:
             _counted("gpurt_cluster_rejected", "What was refused before it was read.", observer.rejected),
             _counted("gpurt_cluster_ignored", "Events that were not understood.", observer.view.ignored),
             refused,
+            *_refusals(observer.view.refusals),
         ]
 
     def _totals(self, master: Master, snapshot: ClusterSnapshot) -> dict[str, int]:
@@ -153,6 +157,19 @@ async def _readings(master: Master, snapshot: ClusterSnapshot) -> list[Family]:
     if ages:
         oldest.add(max(ages))
     return [silent, oldest]
+
+
+def _refusals(refusals: Refusals) -> list[Family]:
+    fields = Family("gpurt_cluster_refused_values", "counter", "Values of nodes beyond all limits, by field.")
+    for name, count in sorted(refusals.by_field.items()):
+        fields.add(count, field=name)
+    nodes = Family(
+        "gpurt_cluster_refused_values_of_node", "counter", f"The same by node; the {REFUSED_NODES} nodes with most."
+    )
+    counts = Counter({node: sum(refusals.of(node).values()) for node in refusals.nodes})
+    for node, count in sorted(counts.most_common(REFUSED_NODES)):
+        nodes.add(count, node=node)
+    return [fields, nodes]
 
 
 def _counted(name: str, text: str, counts: Mapping[str, int]) -> Family:

@@ -16,6 +16,8 @@ from gpurt.cluster.bus import (
     MAX_COMMAND_BYTES,
     MAX_STATE_BYTES,
     CommandHandler,
+    HubAway,
+    HubBack,
     NodeDown,
     NodeUp,
     OnAsked,
@@ -81,6 +83,9 @@ class NatsEngine:
         self._answering: Answering | None = None
         self._subscriptions: list[NatsSubscription] = []
         self._readings: list[NatsReadings] = []
+        self.on_return: Callable[[], None] | None = None
+        self.on_quiet: Callable[[], None] | None = None
+        self._away = False
 
     @property
     def cluster(self) -> str:
@@ -138,12 +143,20 @@ class NatsEngine:
         parts = [self._membership, *self._subscriptions, *self._readings, self._node, self._outbox]
         may_create = self._protection is None or self._protection.role is Role.MASTER
         await have_stream(client, self._cluster, self.settings, may_create=may_create)
+        for subscription in self._subscriptions:
+            subscription.post(HubBack())
         for part in parts:
             if part is not None:
                 await part.connected(client)
+        if self._away and self.on_return is not None:
+            self.on_return()
+        self._away = False
 
     def _disconnected(self) -> None:
-        self._client = None
+        self._client, self._away = None, True
+        # First: what the end of the connection means for each node is no news of that node.
+        for subscription in self._subscriptions:
+            subscription.post(HubAway())
         for part in (*self._subscriptions, self._membership, self._node, self._outbox):
             if part is not None:
                 part.disconnected()
@@ -162,7 +175,9 @@ class NatsEngine:
             self._protection.check_node(node)
         self._answer_nothing()  # of a run before
         self._answering = None if on_command is None else Answering(on_command)
-        joined = self._node = NatsNode(self._cluster, node, state, self._answering, on_asked, self.settings)
+        joined = self._node = NatsNode(
+            self._cluster, node, state, self._answering, on_asked, self.settings, self._asked_quietly
+        )
         try:
             await self._declare(joined.connected)
         except BaseException:
@@ -231,15 +246,15 @@ class NatsEngine:
             raise
         return subscription
 
-    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
+    async def snapshot(self, node: str, *, timeout: float = 2.0, quiet: bool = False) -> tuple[StateReply, ...]:
         self._running()
         if node != ANY:
-            return await self._states(check_name(node, "node"), timeout)
+            return await self._states(check_name(node, "node"), timeout, quiet=quiet)
         if self._membership is None:
             await self._members()
             await asyncio.sleep(min(OTHERS_S, timeout))  # until they have said that they are there
         nodes = (await self._members()).nodes
-        answers = await asyncio.gather(*(self._states(each, timeout) for each in nodes))
+        answers = await asyncio.gather(*(self._states(each, timeout, quiet=quiet) for each in nodes))
         return tuple(reply for replies in answers for reply in replies)
 
     async def command(self, node: str, payload: bytes, *, timeout: float = 10.0) -> bytes:
@@ -251,13 +266,13 @@ class NatsEngine:
             raise NoAnswer(f"node {node} cannot be asked: there is no NATS server at {self.endpoint} now")
         return await self._call(ask_command(client, node, to, payload, timeout))
 
-    async def _states(self, node: str, timeout: float) -> tuple[StateReply, ...]:
+    async def _states(self, node: str, timeout: float, *, quiet: bool) -> tuple[StateReply, ...]:
         client, members = self._client, self._membership
         if client is None:
             return ()
         query = StateQuery(node, lambda: 0 if members is None else members.tokens.count(node))
-        answers = await self._call(query.ask(client, subject(self._cluster, node, STATE), timeout))
-        return tuple(StateReply(node, answer) for answer in answers)
+        answers = await self._call(query.ask(client, subject(self._cluster, node, STATE), timeout, quiet=quiet))
+        return tuple(StateReply(node, answer, held) for answer, held in answers)
 
     async def _members(self) -> Tokens:
         members = self._membership
@@ -277,6 +292,10 @@ class NatsEngine:
             await subscription.end()
 
     # Inside
+
+    def _asked_quietly(self) -> None:
+        if self.on_quiet is not None:
+            self.on_quiet()
 
     def _answer_nothing(self) -> None:
         if self._answering is not None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, Final
 from uuid import uuid4
 
 from gpurt.cluster.answering import Answering
-from gpurt.cluster.bus import MAX_COMMAND_BYTES, OnAsked
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, OnAsked, held_text
+from gpurt.cluster.errors import BusUnavailable
 from gpurt.cluster.keys import COMMAND, LIVE, STATE
 from gpurt.cluster.nats_settings import TOKEN, NatsSettings, load_nats, stream_name, subject, who_subject
 
@@ -21,6 +23,8 @@ PART_BYTES: Final = 512 << 10
 """A state goes in pieces of this size: a server takes messages of 1 MiB unless it was told otherwise."""
 PART: Final = "Gpurt-Part"
 """Header of a piece: token, number of the piece, number of pieces."""
+HELD: Final = "Gpurt-Held"
+"""Header of a piece: for how many seconds its sender has held the name."""
 ERROR: Final = "Gpurt-Error"
 """Header of a reply that is the text of an error."""
 CONSUMER: Final = "live_"
@@ -43,10 +47,12 @@ class NatsNode:
         answering: Answering | None,
         on_asked: OnAsked | None,
         settings: NatsSettings,
+        on_quiet: OnAsked,
     ) -> None:
         self.node, self.state = node, state
+        self._since = time.monotonic()
         self._cluster, self._settings = cluster, settings
-        self._answering, self._on_asked = answering, on_asked
+        self._answering, self._on_asked, self._on_quiet = answering, on_asked, on_quiet
         self._live = subject(cluster, node, LIVE)
         self._client: Any = None
         self._subscriptions: list[Any] = []
@@ -132,11 +138,14 @@ class NatsNode:
         client, state, token = self._client, self.state, self._token
         if client is None or not message.reply:
             return
+        held = held_text(self._since).decode()
         count = max(1, -(-len(state) // PART_BYTES))
         for number in range(count):
             part = state[number * PART_BYTES : (number + 1) * PART_BYTES]
-            await client.publish(message.reply, part, headers={PART: f"{token} {number} {count}"})
-        if self._on_asked is not None:
+            await client.publish(message.reply, part, headers={PART: f"{token} {number} {count}", HELD: held})
+        if message.data:
+            self._on_quiet()
+        elif self._on_asked is not None:
             self._on_asked()
 
     async def _answer_command(self, message: Any) -> None:
@@ -146,7 +155,11 @@ class NatsNode:
             return
 
         async def reply(payload: bytes, error: bool) -> None:
-            await client.publish(message.reply, payload, headers={ERROR: "1"} if error else None)
+            nats = load_nats()
+            try:
+                await client.publish(message.reply, payload, headers={ERROR: "1"} if error else None)
+            except (OSError, nats.errors.Error) as exc:
+                raise BusUnavailable(f"the connection has ended: {exc!r}") from exc
 
         size = len(message.data)
         if size > MAX_COMMAND_BYTES:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import uuid4
 
+from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.message_limits import strict_json
 from gpurt.cluster.nats_settings import NatsSettings, header, load_nats
+from gpurt.printable import printable
 
 PAUSE_S: Final = 0.1
 """After an answer that was no acknowledgement: a server that has just started does not know its streams yet."""
@@ -170,8 +172,12 @@ def _trouble(message: Any) -> str | None:
     if header(message, "Status"):
         return "no stream takes it"
     try:
-        answer = json.loads(message.data)
-    except ValueError:
+        answer = strict_json(message.data, "answer of the server")
+    except MalformedEvent:
         return "an answer that is no JSON"
-    error = answer.get("error")
-    return None if error is None else str(error.get("description", error))
+    if not isinstance(answer, dict):
+        return "an answer that is none of a stream"
+    error: object = cast("dict[str, Any]", answer).get("error")
+    if isinstance(error, dict):
+        error = cast("dict[str, Any]", error).get("description", cast("object", error))
+    return None if error is None else printable(str(error), 1000)

@@ -9,18 +9,21 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpurt.cluster.bus import MAX_STATE_BYTES
+from gpurt.cluster.bus import MAX_STATE_BYTES, held_of
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import ClusterError, NoAnswer
-from gpurt.cluster.nats_node import ERROR, PART, PART_BYTES
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.nats_node import ERROR, HELD, PART, PART_BYTES
 from gpurt.cluster.nats_settings import header, load_nats
+from gpurt.cluster.reply_budget import SENDER_LARGEST, SENDER_REPLIES
+from gpurt.printable import printable
 
 OTHERS_S: Final = 0.1
 """How long a second process of the same name may take longer than the first, where nobody has told of one."""
 MAX_PARTS: Final = -(-MAX_STATE_BYTES // PART_BYTES)
 
 _PART = re.compile(r"([0-9a-f]{32}) ([0-9]{1,2}) ([0-9]{1,2})")
-_log = logging.getLogger("gpurt.cluster.nats")
+_warnings: Final = LimitedLog(logging.getLogger("gpurt.cluster.nats"))
 
 
 class StateQuery:
@@ -33,16 +36,17 @@ class StateQuery:
     def __init__(self, node: str, expected: Callable[[], int]) -> None:
         self._node, self._expected = node, expected
         self._parts: dict[str, dict[int, bytes]] = {}
-        self._whole: dict[str, bytes] = {}
+        self._whole: dict[str, tuple[bytes, float]] = {}
+        self._bytes = 0
         self._nobody = False
         self._news = asyncio.Event()
 
-    async def ask(self, client: Any, subject: str, timeout: float) -> list[bytes]:
-        """Those that are there within ``timeout`` seconds."""
+    async def ask(self, client: Any, subject: str, timeout: float, *, quiet: bool = False) -> list[tuple[bytes, float]]:
+        """Those that are there within ``timeout`` seconds, and for how long each has held its name."""
         inbox = client.new_inbox()
         subscription = await client.subscribe(inbox, cb=self._take)
         try:
-            await client.publish(subject, b"", reply=inbox)
+            await client.publish(subject, b"quiet" if quiet else b"", reply=inbox)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._wait(client)
@@ -71,13 +75,25 @@ class StateQuery:
             return
         part = _PART.fullmatch(header(message, PART))
         if part is None or not int(part[2]) < int(part[3]) <= MAX_PARTS or len(message.data) > PART_BYTES:
-            _log.warning("ignored: an answer to a question for the state of %s that is none", self._node)
+            _warnings.warning(
+                self._node, "ignored: an answer to a question for the state of %s that is none", self._node
+            )
             return
         token, number, count = part[1], int(part[2]), int(part[3])
+        many = token not in self._parts and len(self._parts) >= SENDER_REPLIES
+        if many or self._bytes + len(message.data) > SENDER_LARGEST * MAX_STATE_BYTES:
+            _warnings.warning(
+                self._node,
+                "ignored: an answer of node %s, which has answered %d times with %d bytes",
+                *(self._node, len(self._parts), self._bytes),
+            )
+            return
+        self._bytes += len(message.data)
         parts = self._parts.setdefault(token, {})
         parts[number] = message.data
         if all(each in parts for each in range(count)):
-            self._whole[token] = b"".join(parts[each] for each in range(count))
+            held = held_of(header(message, HELD).encode())
+            self._whole[token] = b"".join(parts[each] for each in range(count)), held
 
 
 async def ask_command(client: Any, node: str, subject: str, payload: bytes, timeout: float) -> bytes:
@@ -95,5 +111,5 @@ async def ask_command(client: Any, node: str, subject: str, payload: bytes, time
     if len(message.data) > MAX_EVENT_BYTES:
         raise ClusterError(f"node {node} answered with {len(message.data)} bytes, over the limit of {MAX_EVENT_BYTES}")
     if header(message, ERROR):
-        raise ClusterError(f"node {node} answered: {message.data[:1024].decode(errors='replace')}")
+        raise ClusterError(f"node {node} answered: {printable(message.data[:1024].decode(errors='replace'), 1024)}")
     return bytes(message.data)

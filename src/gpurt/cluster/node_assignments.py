@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpurt.cluster.assignment import Acknowledgement, AssignedDevice, Assignment, Refusal, kept_of
-from gpurt.cluster.commands import Assign, Step
+from gpurt.cluster.commands import Assign, Step, Withdraw
 from gpurt.cluster.errors import ClusterError, StaleTerm
 from gpurt.cluster.promises import Promised
 from gpurt.cluster.publisher import NodePublisher
@@ -41,6 +41,8 @@ class ShardLoader(Protocol):
 class _Instance:
     offered: Assignment | None = None
     active: Assignment | None = None
+    master: str | None = None
+    """Who has sent that."""
     state: ShardState = ShardState.LOADING
     message: str | None = None
     resident: tuple[ResidentLayers, ...] = ()
@@ -74,11 +76,28 @@ class NodeAssignments:
         self._lock = asyncio.Lock()
         self._unloadable: tuple[str, PlanVersion] | None = None
         """Of which plan it was said last that nobody loads here: a master asks again and again."""
+        self._announcing: set[asyncio.Task[None]] = set()
         publisher.commands.handle(Assign, self._take, on_stale=self._refuse_stale)
+        publisher.commands.handle(Withdraw, self._withdraw, on_stale=self._refuse_stale)
 
     def use(self, loader: ShardLoader | None) -> None:
-        """From now on parts are loaded through ``loader``; without one, they are refused."""
+        """From now on parts are loaded through ``loader``, also those that could not be loaded before; without one,
+        they are refused. Masters are told."""
         self._loader = loader
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # told with whatever is told next
+        task = loop.create_task(self._begin_again(), name="gpurt-cluster-loader")
+        self._announcing.add(task)
+        task.add_done_callback(self._announcing.discard)
+
+    async def _begin_again(self) -> None:
+        async with self._lock:
+            for held in tuple(self._instances.values()):
+                if self._loader is not None and held.active is not None and held.state is ShardState.FAILED:
+                    await self._activate(held.active, held.master)
+        await self._announce()
 
     def placement(self) -> NodePlacement:
         """What the node holds now."""
@@ -88,13 +107,16 @@ class NodeAssignments:
                 model=held.active.model,
                 version=held.active.version,
                 state=held.state,
+                plan=held.active.plan,
+                master=held.master,
+                nodes=held.active.nodes,
                 message=held.message,
                 resident=held.resident,
             )
             for name, held in sorted(self._instances.items())
             if held.active is not None and not held.released
         )
-        return NodePlacement(term=self._fence.term, shards=shards)
+        return NodePlacement(term=self._fence.term, loader=self._loader is not None, shards=shards)
 
     def assignment(self, instance: str) -> Assignment | None:
         """The part that the node follows now; None: none."""
@@ -103,8 +125,9 @@ class NodeAssignments:
 
     async def aclose(self) -> None:
         """Take no more, cancel what is being loaded, and wait for it."""
-        self.use(None)
+        self._loader = None
         tasks = [held.task for held in self._instances.values() if held.task is not None]
+        tasks += self._announcing
         for task in tasks:
             task.cancel()
         if tasks:
@@ -121,7 +144,7 @@ class NodeAssignments:
                 elif command.step is Step.OFFER:
                     await self._agree(assignment)
                 else:
-                    await self._follow(assignment)
+                    await self._follow(assignment, command.master)
                 acknowledgement = self._accepted(assignment)
             except StaleTerm as exc:
                 return self._refuse_stale(exc)
@@ -136,6 +159,28 @@ class NodeAssignments:
                     short_bytes=exc.short,
                 )
         return acknowledgement.model_dump_json().encode()
+
+    async def _withdraw(self, command: Withdraw) -> bytes:
+        async with self._lock:
+            held = self._instances.get(command.instance)
+            active = None if held is None else held.active
+            if (
+                active is not None
+                and active.stages
+                and (active.version, active.plan) == (command.version, command.plan)
+            ):
+                _log.warning(
+                    "plan %s of %s is withdrawn: another master of term %d has decided on another one of this version",
+                    *(command.version, command.instance, command.version.term),
+                )
+                nothing = active.model_copy(update={"stages": ()})
+                try:
+                    # From now on this version is of no plan here: the one that was withdrawn is not followed again.
+                    await self._promise(nothing, activated=True)
+                except StaleTerm as exc:
+                    return self._refuse_stale(exc)
+                await self._activate(nothing, None)
+        return Acknowledgement(accepted=True, term=self._fence.term).model_dump_json().encode()
 
     def _say_refused(self, assignment: Assignment, refused: _Refused) -> None:
         plan = (assignment.instance, assignment.version)
@@ -161,7 +206,7 @@ class NodeAssignments:
             self._compare(assignment, promised.offered)
         await self._take_on(assignment)
 
-    async def _follow(self, assignment: Assignment) -> None:
+    async def _follow(self, assignment: Assignment, master: str | None) -> None:
         """Promise to follow no earlier plan, and begin. A later one may have been offered: whether it comes to anything
         is not known here."""
         promised = self._fence.promised(assignment.instance)
@@ -172,7 +217,7 @@ class NodeAssignments:
                 self._compare(assignment, promised.offered)
         await self._take_on(assignment)
         await self._promise(assignment, activated=True)
-        await self._activate(assignment)
+        await self._activate(assignment, master)
 
     def _compare(self, assignment: Assignment, promised: Promised) -> None:
         if assignment.version < promised.version:
@@ -237,7 +282,7 @@ class NodeAssignments:
             )
             raise _Refused(Refusal.NOT_ENOUGH_MEMORY, message, key, short)
 
-    async def _activate(self, assignment: Assignment) -> None:
+    async def _activate(self, assignment: Assignment, master: str | None) -> None:
         held = self._instances[assignment.instance]
         if held.offered is not None and held.offered.version <= assignment.version:
             held.offered = None
@@ -246,9 +291,9 @@ class NodeAssignments:
         if held.task is not None:
             held.task.cancel()
         held.resident = kept_of(held.resident, assignment.resident())
-        held.active, held.state, held.message = assignment, ShardState.LOADING, None
+        held.active, held.state, held.message, held.master = assignment, ShardState.LOADING, None, master
         held.task = asyncio.create_task(self._load(held, assignment), name="gpurt-cluster-load")
-        await self._publisher.publish_placement(self.placement())
+        await self._announce()
 
     def _forget_offer(self, assignment: Assignment) -> None:
         held = self._instances.get(assignment.instance)
@@ -287,6 +332,9 @@ class NodeAssignments:
         held.state, held.message, held.resident = outcome
         if held.released and held.offered is None:
             del self._instances[assignment.instance]
+        await self._announce()
+
+    async def _announce(self) -> None:
         try:
             await self._publisher.publish_placement(self.placement())
         except ClusterError as exc:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from gpurt.cluster.bus import (
@@ -22,26 +23,37 @@ from gpurt.cluster.bus import (
     EventReceived,
     EventRefused,
     EventsDropped,
+    HubAway,
+    HubBack,
     NodeDown,
     NodeUp,
     StateReply,
 )
 from gpurt.cluster.envelope import Envelope, decode
+from gpurt.cluster.epoch import Epoch
 from gpurt.cluster.errors import BusClosed, BusUnavailable, MalformedEvent
 from gpurt.cluster.groups import single
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.message_limits import PIECEMEAL_BYTES, Refusals
+from gpurt.cluster.records import NodeState
 from gpurt.cluster.sequence import Counters, NodeSequence, Resync, Step
 from gpurt.cluster.state import NodeSnapshot, decode_snapshot
 from gpurt.cluster.view import MAX_NODES, MasterView
+from gpurt.runtime.lane import off_loop
 
 RESYNC_INTERVAL_S: Final = 60.0
 """Between two regular checks of a node, ± 10 %."""
-CONFLICT_INTERVAL_S: Final = 5.0
+CONFLICT_INTERVAL_S: Final = 2.0
 """The same while its name is used twice: the end of either process shows nowhere else."""
 SNAPSHOT_TIMEOUT_S: Final = 2.0
 SPACING_S: Final = 0.1
 """Least time between two questions to one node, whatever goes wrong there; doubled up to 2 s while it is silent."""
+READING_SHARE: Final = 10.0
+"""Times as long as it took to read an answer, the node is left alone."""
 QUESTIONS: Final = 16
 """Nodes that are asked at once."""
+HELD_EQUAL_S: Final = 0.05
+"""By so much may two answers to one question to be apart for having been given one after the other."""
 EARLY: Final = 0.02
 """Share of that interval by which a check may be early, so that those of many nodes are found due together."""
 BURST: Final = 64
@@ -54,12 +66,15 @@ UNREPEATED: Final = (Resync.OVERFLOW, Resync.NOTICE)
 _log = logging.getLogger("gpurt.cluster.observer")
 
 _Step = Step[Envelope, NodeSnapshot]
+_Answer = tuple[StateReply, NodeSnapshot]
 
 
 @dataclass(slots=True)
 class _Node:
     sequence: NodeSequence[Envelope, NodeSnapshot]
     up: bool = False
+    tokens: int = 0
+    """How often a token of it has come: an answer to a question of before may be of an earlier run."""
     wanted: Resync | None = None
     """A snapshot is wanted; asked for as soon as a question may be put."""
     asking: bool = False
@@ -99,6 +114,7 @@ class ClusterObserver:
         self._next = float("inf")
         """When the clocks have something to do next, at the earliest."""
         self._jitter = random.Random()
+        self._warnings = LimitedLog(_log, clock=view.clock)
 
     def counters(self, node: str) -> Counters:
         """What became of the events of ``node``; all 0 for one that was never seen."""
@@ -148,6 +164,13 @@ class ClusterObserver:
     # What comes in
 
     def _take(self, item: BusItem) -> None:
+        if isinstance(item, HubAway):
+            self.view.hub_away()
+            return
+        if isinstance(item, HubBack):
+            self.view.hub_back()
+            self._remind(self.view.deadline)
+            return
         known = self._known(item.node)
         if known is None:
             return
@@ -156,12 +179,14 @@ class ClusterObserver:
                 self._event(item, known)
             case EventRefused():
                 self.rejected["oversized"] += 1
-                _log.warning("ignored: event of node %s of %d bytes", item.node, item.size_bytes)
+                self._warnings.warning(item.node, "ignored: event of node %s of %d bytes", item.node, item.size_bytes)
             case EventsDropped():
                 self.dropped += 1
                 self._want(item.node, known, Resync.OVERFLOW)
             case NodeUp():
                 known.up = True
+                known.tokens += 1
+                known.sequence.another_token()
                 self.view.node_up(item.node)
                 self._want(item.node, known, Resync.JOINED)
             case NodeDown():
@@ -172,15 +197,17 @@ class ClusterObserver:
 
     def _event(self, item: EventReceived, known: _Node) -> None:
         try:
-            event = decode(item.payload, node=item.node)
+            event = decode(item.payload, node=item.node, refusals=self.view.refusals)
         except MalformedEvent as exc:
             # Its position is unknown. If it had one, the next event shows a hole, and a snapshot closes that.
             self.rejected["malformed"] += 1
-            _log.warning("ignored: %s", exc)
+            self._warnings.warning(item.node, "ignored: %s", exc)
             return
-        step = known.sequence.event(event.position, event)
+        step = known.sequence.event(event.position, event, len(item.payload))
         if step.resync is Resync.OLD_EPOCH:  # once, until the node has answered: a whole run may be repeated
-            _log.warning("ignored: event %s, which is of an earlier run of the node", event.id[:200])
+            self._warnings.warning(
+                item.node, "ignored: event %s, which is of an earlier run of the node", event.id[:200]
+            )
         self._do(item.node, known, step)
 
     def _do(self, name: str, known: _Node, step: _Step) -> None:
@@ -194,6 +221,7 @@ class ClusterObserver:
                 self._on_event(event)
         if step.resync is not None:
             self._want(name, known, step.resync)
+        self._remind(self.view.plans_due)
         self._remind(known.sequence.deadline)
 
     def _known(self, name: str) -> _Node | None:
@@ -264,21 +292,30 @@ class ClusterObserver:
             while (reason := known.wanted) is not None:
                 known.wanted = None
                 self.resyncs[reason] += 1
+                tokens = known.tokens
                 try:
                     async with self._questions:
+                        known.sequence.question()
                         replies = await self._engine.snapshot(name, timeout=self._snapshot_timeout_s)
                 except BusClosed:
                     return
                 except BusUnavailable as exc:
                     _log.warning("node %s could not be asked for its snapshot: %s", name, exc)
                     replies = ()
-                if self._answered(name, known, replies, reason):
+                begun = self.view.clock()
+                answers = await self._read(name, replies)
+                spent = self.view.clock() - begun
+                if tokens != known.tokens and self._not_there(name):
+                    # Its token came after the question: the answer may be the last word of the run before.
+                    known.wanted = known.wanted or Resync.JOINED
+                elif self._answered(name, known, answers, reason):
                     pause = SPACING_S
                 elif known.up:
                     known.wanted = known.wanted or reason
                     pause = min(2 * pause, 2.0)
                 if known.wanted is not None:
-                    await asyncio.sleep(pause)
+                    # What takes long to read takes a tenth of this process's time at most.
+                    await asyncio.sleep(max(pause, READING_SHARE * spent))
         finally:
             known.asking = False
         if known.up:
@@ -288,27 +325,53 @@ class ClusterObserver:
             known.next_check = self.view.clock() + interval
             self._remind(known.next_check)
 
-    def _answered(self, name: str, known: _Node, replies: tuple[StateReply, ...], reason: Resync) -> bool:
-        snapshots: dict[str, NodeSnapshot] = {}
+    def _not_there(self, name: str) -> bool:
+        record = self.view.node(name)
+        return record is not None and record.state is not NodeState.HEALTHY
+
+    async def _read(self, name: str, replies: tuple[StateReply, ...]) -> tuple[_Answer, ...]:
+        """Those that are snapshots; large ones are read on a thread."""
+        answers: list[_Answer] = []
         for reply in replies:
+            refused = Refusals(self.view.clock, log=False)
+            read = partial(decode_snapshot, reply.payload, node=name, refusals=refused)
             try:
-                snapshot = decode_snapshot(reply.payload, node=name)
+                large = len(reply.payload) > PIECEMEAL_BYTES
+                answers.append((reply, await off_loop("snapshot", read) if large else read()))
             except MalformedEvent as exc:
                 self.rejected["malformed_snapshot"] += 1
-                _log.warning("ignored: %s", exc)
-            else:
-                snapshots[snapshot.epoch] = snapshot
+                self._warnings.warning(name, "ignored: %s", exc)
+            self.view.refusals.add(name, refused.of(name))
+        return tuple(answers)
+
+    def _answered(self, name: str, known: _Node, answers: tuple[_Answer, ...], reason: Resync) -> bool:
+        snapshots: dict[Epoch, NodeSnapshot] = {}
+        held: dict[Epoch, float] = {}
+        for reply, snapshot in answers:
+            epoch, seq = snapshot.position
+            held[epoch] = max(reply.held_s, held.get(epoch, 0.0))
+            if epoch not in snapshots or seq > snapshots[epoch].seq:
+                snapshots[epoch] = snapshot
         if not snapshots:
             return False
-        record = self.view.node(name)
-        # Who was there first stays. Where nobody was, the choice only has to be the same for every master.
-        kept = snapshots.get(record.epoch if record else "") or snapshots[min(snapshots)]
+        ended = self.view.goodbye(name)
+        if ended is not None and len(snapshots) > 1:
+            # A run that has just said goodbye may still answer beside the one that follows it.
+            snapshots = {
+                epoch: each for epoch, each in snapshots.items() if epoch != ended.epoch or each.seq > ended.seq
+            }
+        # One that answers alone is the present run, whatever its number: the run before it is gone. Of several that
+        # live, the process that has held the name for longest keeps it, also where this observer has believed another
+        # one: to a master that has just been started, or whose hub has, either may have come first. Within the time of
+        # an answer they are equal, and the earlier run is kept, so that every master chooses alike.
+        longest = max(held[epoch] for epoch in snapshots)
+        kept = snapshots.pop(min(epoch for epoch in snapshots if held[epoch] >= longest - HELD_EQUAL_S))
         self.view.node_answered(name, kept.epoch)
+        self._remind(self.view.plans_due)
         self._do(name, known, known.sequence.snapshot(kept.position, kept, patient=reason in PATIENT))
         for epoch, snapshot in snapshots.items():
-            if epoch != kept.epoch:
-                known.sequence.refuse(snapshot.position.epoch)
-                self.view.report_conflict(snapshot)
-        if len(snapshots) == 1:
+            known.sequence.refuse(epoch)
+            self.view.report_conflict(snapshot)
+        if not snapshots:
             self.view.end_conflict(name)
         return True

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from gpurt.cluster.attention import Attention
 from gpurt.cluster.bus import EventEngine, OnAsked
@@ -38,6 +38,8 @@ from gpurt.discovery.events import DeviceEvent, EventType
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.types import BackendReport, GPUDevice
 
+RIVAL_S: Final = 0.5
+"""Until another process that has looked who uses the name is gone."""
 NAME_CHECK_S: Final = 1.0
 """How long to wait for somebody who already uses our name."""
 
@@ -87,6 +89,8 @@ class NodePublisher:
         self._lock = asyncio.Lock()
         self.on_asked: OnAsked | None = None
         """Somebody who may have come just now has asked for the snapshot, and has heard no readings of before."""
+        self._looking, self._looked_at = False, 0
+        self._rival = asyncio.Event()
         self.attention = Attention()
         """Whether anybody asks for the snapshot at all."""
         self.on_draining: Callable[[bool], None] | None = None
@@ -125,6 +129,7 @@ class NodePublisher:
         """
         async with self._lock:
             await self.fence.load()
+            self._engine.on_quiet = self._asked_quietly
             replies = await self._engine.snapshot(self.node, timeout=NAME_CHECK_S)
             if replies:
                 raise self._name_taken(replies[0].payload)
@@ -140,6 +145,60 @@ class NodePublisher:
                 raise
             # Told to those who knew an earlier run of this node and have not noticed that it ended.
             await self._send_snapshot()
+
+    async def settle_name(self) -> None:
+        """Look whether another live process uses this name. Who has held it for longer keeps it.
+
+        To be called some time after each connection: two that could not see each other before may have joined both.
+
+        Raises:
+            NodeNameTaken: the other one does. This one is gone without a goodbye, which would be taken for the other's.
+        """
+        if not self._joined:
+            return
+        runs: dict[str, tuple[NodeSnapshot, float]] = {}
+        self._looking, self._looked_at = True, 0
+        try:
+            replies = await self._engine.snapshot(self.node, timeout=NAME_CHECK_S, quiet=True)
+        finally:
+            self._looking = False
+        if self._looked_at > 1:  # once by this process itself
+            self._rival.set()
+        for reply in replies:
+            with contextlib.suppress(MalformedEvent):  # not of a publisher's
+                told = decode_snapshot(reply.payload, node=self.node)
+                runs[told.epoch] = told, reply.held_s
+        mine = runs.pop(str(self.epoch), None)
+        if mine is None or not runs:
+            return
+        first, held = min(runs.values(), key=lambda run: (-run[1], run[0].epoch))
+        other = f"process {first.host.pid} on {first.host.hostname} (host {first.host.fingerprint})"
+        if (-mine[1], mine[0].epoch) <= (-held, first.epoch):
+            _log.error(
+                "node name %r is also used by %s, for %.1f s; this process has held it for %.1f s and keeps it: start "
+                "the other one under another name",
+                *(self.node, other, held, mine[1]),
+            )
+            self._rival.set()
+            return
+        async with self._lock:
+            self._joined = False
+        raise NodeNameTaken(
+            f"node name {self.node!r} of cluster {self._engine.cluster!r} is held by {other} for {held:.1f} s, and by "
+            f"this process for {mine[1]:.1f} s only: it ends",
+            hint="choose another node name, or end that process",
+        )
+
+    async def answer_rivals(self) -> NoReturn:
+        """Say again what this node is, whenever another process has used its name: that one ends without a goodbye, and
+        who watches may believe that it is still the node."""
+        while True:
+            await self._rival.wait()
+            await asyncio.sleep(RIVAL_S)
+            self._rival.clear()
+            async with self._lock:
+                if self._joined:
+                    await self._send_snapshot()
 
     async def publish_snapshot(self, result: DiscoveryResult) -> None:
         """Replace everything by ``result``. Says nothing when nothing is new.
@@ -236,6 +295,11 @@ class NodePublisher:
             self._joined = False
             await self._send(EventKind.NODE_LEAVING)
             await self._engine.leave()
+
+    def _asked_quietly(self) -> None:
+        self._looked_at += 1
+        if not self._looking:
+            self._rival.set()
 
     def _asked(self) -> None:
         self.attention.asked()

@@ -18,6 +18,7 @@ from gpurt.types import DeviceState, GPUDevice
 
 _AT_BEST: Final = {
     NodeState.SUSPECT: DeviceState.SUSPECT,
+    NodeState.UNKNOWN: DeviceState.SUSPECT,
     NodeState.LOST: DeviceState.LOST,
     NodeState.LEFT: DeviceState.REMOVED,
 }

@@ -10,10 +10,11 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from gpurt.cluster.envelope import check_size, strict_json, summary
+from gpurt.cluster.envelope import check_size
 from gpurt.cluster.errors import MalformedEvent
+from gpurt.cluster.message_limits import MessageReader, Refusals
 from gpurt.types import Telemetry
 
 MAX_READINGS_BYTES: Final = 64 << 10
@@ -58,18 +59,18 @@ def encode_readings(node: str, epoch: str, devices: Sequence[DeviceReadings]) ->
     return messages
 
 
-def decode_readings(payload: bytes, *, node: str) -> NodeReadings:
-    """The readings in ``payload``, which came from the key of ``node``.
+_READINGS: Final = MessageReader(NodeReadings, "readings")
+
+
+def decode_readings(payload: bytes, *, node: str, refusals: Refusals | None = None) -> NodeReadings:
+    """The readings in ``payload``, which came from the key of ``node``, without what is beyond all limits.
 
     Raises:
         MalformedEvent: too large, not JSON, not readings, or of another node.
     """
     what = f"readings of node {node}"
     check_size(payload, what, MAX_READINGS_BYTES)
-    try:
-        readings = NodeReadings.model_validate(strict_json(payload, what))
-    except ValidationError as exc:
-        raise MalformedEvent(f"{what}: {summary(exc)}") from exc
+    readings = _READINGS.read(payload, node, refusals)
     if readings.node != node:
         raise MalformedEvent(f"{what}: says that they are of node {readings.node[:64]!r}")
     return readings

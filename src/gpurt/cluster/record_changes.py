@@ -6,15 +6,20 @@ They are made without checks, of values that have been checked: pydantic's own w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
 from gpurt.cluster.changes import ChangeKind
 from gpurt.cluster.envelope import Envelope
+from gpurt.cluster.message_limits import MessageReader, Refusals
+from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.records import DeviceRecord, NodeRecord, NodeState
-from gpurt.cluster.state import NodeFields, NodeSnapshot
-from gpurt.types import GPUDevice
+from gpurt.cluster.shards import NodePlacement
+from gpurt.cluster.state import DEVICES, NodeFields, NodeSnapshot
+from gpurt.printable import printable
+from gpurt.types import BackendReport, GPUDevice
 
 M = TypeVar("M", bound=BaseModel)
 _set = object.__setattr__
@@ -75,17 +80,52 @@ def position_of(event: Envelope) -> dict[str, Any]:
     return {"epoch": event.nodeepoch, "seq": int(event.nodeseq)}
 
 
-def fields_of(data: Mapping[str, Any]) -> NodeFields | None:
+# All but devices as a whole: what a node said before is still there, and half of what it holds now would read as if it
+# had let go of the rest.
+_FIELDS: Final = MessageReader(NodeFields, "fields", whole=True)
+_REPORTS: Final = MessageReader(BackendReport, "report", whole=True)
+_PLACEMENTS: Final = MessageReader(NodePlacement, "placement", whole=True)
+_LINKS: Final = MessageReader(NodeLinks, "links", whole=True)
+
+
+@dataclass(frozen=True, slots=True)
+class EventData:
+    """What an event says beside its envelope, by the records that it may have; within all limits.
+
+    Every property raises MalformedEvent where what is there is none, and nothing of it can be kept.
     """
-    Raises:
-        ValidationError: they are there and are none.
-    """
-    return NodeFields.model_validate(data["node"] or {}) if "node" in data else None
+
+    node: str
+    data: Mapping[str, Any]
+    refusals: Refusals
+
+    @property
+    def fields(self) -> NodeFields | None:
+        """None: it says nothing of them."""
+        data = self.data
+        return _FIELDS.parse(data["node"] or {}, self.node, self.refusals) if "node" in data else None
+
+    @property
+    def device(self) -> GPUDevice:
+        return DEVICES.parse(self.data.get("device"), self.node, self.refusals)
+
+    @property
+    def report(self) -> BackendReport | None:
+        """None: it has none."""
+        return _REPORTS.parse(self.data["report"], self.node, self.refusals) if "report" in self.data else None
+
+    @property
+    def placement(self) -> NodePlacement:
+        return _PLACEMENTS.parse(self.data.get("placement"), self.node, self.refusals)
+
+    @property
+    def links(self) -> NodeLinks:
+        return _LINKS.parse(self.data.get("links"), self.node, self.refusals)
 
 
 def text_of(value: object) -> str | None:
-    """What a stranger calls a text, cut."""
-    return value[:1024] if isinstance(value, str) else None
+    """What a stranger calls a text, cut, without what would move a cursor."""
+    return printable(value[:1024], 1024) if isinstance(value, str) else None
 
 
 def _made(model: type[M], fields: dict[str, Any]) -> M:

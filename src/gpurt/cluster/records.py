@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.shards import NodePlacement
 from gpurt.cluster.state import HostInfo, NodeFields
+from gpurt.cluster.terms import TERM_STEP, believed, doubted
 from gpurt.placement.devices import ResidentRange
 from gpurt.types import BackendReport, GPUDevice
 
@@ -18,6 +19,8 @@ class NodeState(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     """Its liveliness token is gone; not given up yet."""
+    UNKNOWN = "unknown"
+    """The hub is away from the observer: nothing can be known of the node, and nothing is against it."""
     LOST = "lost"
     """Gone for longer than the grace."""
     LEFT = "left"
@@ -85,6 +88,29 @@ class Conflict(BaseModel):
         )
 
 
+class PlanTroubleKind(StrEnum):
+    TWO_MASTERS = "two_masters"
+    """Two masters of one term have decided on different plans of one version."""
+    TWO_PLANS = "two_plans"
+    """Nodes follow an earlier plan beside the latest one."""
+    NOT_FOLLOWED = "not_followed"
+    """Nodes of the latest plan do not follow it."""
+
+
+class PlanTrouble(BaseModel):
+    """Something is wrong about the plans of one instance of a model."""
+
+    model_config = ConfigDict(frozen=True)
+
+    instance: str
+    kind: PlanTroubleKind
+    nodes: Mapping[str, str]
+    """What each node that it is about does or does not do."""
+    message: str
+    since: float = 0.0
+    """Monotonic seconds of the receiver."""
+
+
 class ClusterSnapshot(BaseModel):
     """The whole view at one moment."""
 
@@ -92,6 +118,8 @@ class ClusterSnapshot(BaseModel):
 
     nodes: Mapping[str, NodeRecord]
     conflicts: tuple[Conflict, ...] = ()
+    plan_troubles: tuple[PlanTrouble, ...] = ()
+    """Plans that are followed only in part, or contradict each other, for longer than it takes to reach all nodes."""
 
     @property
     def devices(self) -> dict[tuple[str, str], DeviceRecord]:
@@ -100,8 +128,14 @@ class ClusterSnapshot(BaseModel):
 
     @property
     def term(self) -> int:
-        """The latest term of a master that one of the nodes has heard of; 0: none has."""
-        return max((node.placement.term for node in self.nodes.values()), default=0)
+        """The latest term of a master that nodes have heard of; 0: none has. One that a single node names, far beyond
+        all others, does not count (:mod:`gpurt.cluster.terms`)."""
+        return believed((node.placement.term for node in self.nodes.values()), TERM_STEP)
+
+    @property
+    def doubted_terms(self) -> dict[str, int]:
+        """Nodes that name a term which does not count, with that term."""
+        return doubted({name: node.placement.term for name, node in self.nodes.items()})
 
     @property
     def available_devices(self) -> dict[tuple[str, str], GPUDevice]:

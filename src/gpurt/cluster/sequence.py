@@ -18,6 +18,8 @@ S = TypeVar("S")
 
 GAP_EVENTS: Final = 256
 """Events kept behind a hole."""
+GAP_BYTES: Final = 4 << 20
+"""The same in bytes of their messages: 16 of the largest. A node that sends holes must not fill a master's memory."""
 GAP_WAIT_S: Final = 0.25
 """How long a hole may stay before a snapshot is asked for."""
 RECOVERY_WAIT_S: Final = 1.5
@@ -67,6 +69,14 @@ class Counters:
     """Snapshots applied."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[E]):
+    """An event that cannot be applied yet, and how many bytes its message had."""
+
+    event: E
+    size: int
+
+
 @dataclass(slots=True)
 class _Held(Generic[S]):
     position: Position
@@ -84,17 +94,20 @@ class NodeSequence(Generic[E, S]):
 
     clock: Callable[[], float]
     gap_events: int = GAP_EVENTS
+    gap_bytes: int = GAP_BYTES
     gap_wait_s: float = GAP_WAIT_S
     recovery_wait_s: float = RECOVERY_WAIT_S
     position: Position | None = None
     """The last event that the state contains; None before the first snapshot."""
     counters: Counters = field(default_factory=Counters)
-    _waiting: dict[Position, E] = field(default_factory=dict[Position, E])
+    _waiting: dict[Position, _Waiting[E]] = field(default_factory=dict[Position, _Waiting[E]])
     _gap_deadline: float | None = None
     _asked: bool = False
     """A snapshot has been asked for and has not come: one request, not one per event."""
     _held: _Held[S] | None = None
     _refused: tuple[Epoch, ...] = ()
+    _doubted: frozenset[Epoch] = frozenset()
+    """Other runs whose events were here when the question that is under way was put."""
 
     @property
     def deadline(self) -> float | None:
@@ -104,19 +117,20 @@ class NodeSequence(Generic[E, S]):
         held = self._held.deadline
         return held if self._gap_deadline is None else min(self._gap_deadline, held)
 
-    def event(self, position: Position, event: E) -> Step[E, S]:
-        """An event has come."""
+    def event(self, position: Position, event: E, size: int = 0) -> Step[E, S]:
+        """An event has come, in a message of ``size`` bytes."""
         current = self.position
         if position.epoch in self._refused:
             self.counters.foreign += 1
             return Step()
         if current is None:
-            return self._keep(position, event, Resync.JOINED)
-        if position.epoch < current.epoch:
-            self.counters.stale += 1
-            return self._ask(Resync.OLD_EPOCH)
-        if position.epoch > current.epoch:
-            return self._keep(position, event, Resync.NEW_EPOCH)
+            return self._keep(position, _Waiting(event, size), Resync.JOINED)
+        if position.epoch != current.epoch:
+            # Kept also where the run is an earlier one by its number: a node that has lost its registry counts from 1
+            # again, and only its answer tells it from a message that is late.
+            older = position.epoch < current.epoch
+            self.counters.stale += older
+            return self._keep(position, _Waiting(event, size), _another_run(older))
         if position.seq <= current.seq or position in self._waiting:
             self.counters.duplicates += 1
             return Step()
@@ -127,12 +141,17 @@ class NodeSequence(Generic[E, S]):
                 self._gap_deadline = None
                 return Step(events=(event,))
             return self._settle((event, *self._drain()))
-        self._store(position, event)
+        self._store(position, _Waiting(event, size))
         if self._gap_deadline is None:
             self._gap_deadline = self.clock() + self.gap_wait_s
-        if len(self._waiting) >= self.gap_events:
+        if self._is_full(size):
             return self._gap_stays()
         return Step()
+
+    def question(self) -> None:
+        """A snapshot is asked for now. A run that is not the one that answers has ended before it could: of it, nothing
+        that is here already counts any more. What comes of another run from now on makes the next question."""
+        self._doubted = frozenset(position.epoch for position in self._waiting)
 
     def snapshot(self, position: Position, snapshot: S, *, patient: bool = False) -> Step[E, S]:
         """A snapshot has come, from the only live process of that name: so its epoch is the present one, whatever
@@ -143,6 +162,9 @@ class NodeSequence(Generic[E, S]):
         """
         current = self.position
         self._asked = False
+        ended, self._doubted = self._doubted - {position.epoch}, frozenset()
+        if ended:
+            self._waiting = {key: event for key, event in self._waiting.items() if key.epoch not in ended}
         if current is not None and current.epoch == position.epoch:
             if position.seq < current.seq:
                 return self._settle(())  # taken before events that are applied already
@@ -163,6 +185,11 @@ class NodeSequence(Generic[E, S]):
             return self._gap_stays()
         return Step()
 
+    def another_token(self) -> None:
+        """A process shows its token: a snapshot that is held back may be of the run before, and another one is asked
+        for."""
+        self._held = None
+
     def refuse(self, epoch: Epoch) -> None:
         """Ignore the events of this run: it is another process under the same name. Until its snapshot comes."""
         if epoch not in self._refused:
@@ -175,20 +202,25 @@ class NodeSequence(Generic[E, S]):
         self._gap_deadline = None
         return self._ask(Resync.GAP)
 
-    def _keep(self, position: Position, event: E, reason: Resync) -> Step[E, S]:
+    def _keep(self, position: Position, waiting: _Waiting[E], reason: Resync) -> Step[E, S]:
         """For after the snapshot that is about to be asked for."""
-        self._store(position, event)
+        self._store(position, waiting)
         return self._ask(reason)
 
-    def _store(self, position: Position, event: E) -> None:
+    def _store(self, position: Position, waiting: _Waiting[E]) -> None:
         if position in self._waiting:
             self.counters.duplicates += 1
             return
-        if len(self._waiting) >= self.gap_events:
+        while self._waiting and self._is_full(waiting.size):
             # The oldest: a snapshot asked for from now on contains it.
             del self._waiting[min(self._waiting)]
             self.counters.discarded += 1
-        self._waiting[position] = event
+        self._waiting[position] = waiting
+
+    def _is_full(self, size: int) -> bool:
+        """There is no room for one more event of this size."""
+        held = sum(each.size for each in self._waiting.values())
+        return len(self._waiting) >= self.gap_events or held + size > self.gap_bytes
 
     def _ask(self, reason: Resync) -> Step[E, S]:
         if self._asked:
@@ -203,8 +235,10 @@ class NodeSequence(Generic[E, S]):
         self._refused = tuple(epoch for epoch in self._refused if epoch != position.epoch)
         self._held = None
         self.counters.snapshots += 1
-        # Events of a later run wait for that run's snapshot; of the runs before, nothing counts any more.
-        self._waiting = {key: event for key, event in self._waiting.items() if key > position}
+        # Events of another run wait for that run's snapshot, which is asked for next.
+        self._waiting = {
+            key: event for key, event in self._waiting.items() if key.epoch != position.epoch or key.seq > position.seq
+        }
         step = self._settle(self._drain())
         return Step(snapshot=snapshot, events=step.events, resync=step.resync)
 
@@ -212,7 +246,7 @@ class NodeSequence(Generic[E, S]):
         assert self.position is not None
         ready: list[E] = []
         while (following := Position(self.position.epoch, self.position.seq + 1)) in self._waiting:
-            ready.append(self._waiting.pop(following))
+            ready.append(self._waiting.pop(following).event)
             self.position = following
         self.counters.applied += len(ready)
         return tuple(ready)
@@ -225,8 +259,13 @@ class NodeSequence(Generic[E, S]):
         self._gap_deadline = None
         resync = None
         if self._waiting:
-            if max(self._waiting).epoch > self.position.epoch:
-                resync = self._ask(Resync.NEW_EPOCH).resync
-            else:
+            epochs = {position.epoch for position in self._waiting}
+            if self.position.epoch in epochs:
                 self._gap_deadline = self.clock() + self.gap_wait_s
+            if others := epochs - {self.position.epoch}:
+                resync = self._ask(_another_run(max(others) < self.position.epoch)).resync
         return Step(events=events, resync=resync)
+
+
+def _another_run(older: bool) -> Resync:
+    return Resync.OLD_EPOCH if older else Resync.NEW_EPOCH

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gpurt.placement.devices import ResidentRange
-from gpurt.placement.version import PlanVersion
+from gpurt.placement.version import MAX_NUMBER, PlanVersion
 
 MAX_INSTANCES: Final = 64
 """Models, or copies of one, that a node holds parts of at once."""
@@ -17,6 +17,8 @@ MAX_STAGES: Final = 1024
 MAX_LAYERS: Final = 1 << 20
 MAX_BYTES: Final = 1 << 63
 MAX_MESSAGE: Final = 1024
+MAX_PLAN_NODES: Final = 256
+"""Nodes of one plan that are named to each of them; of a larger plan none is."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 """Of a model, an instance, a device or a node."""
@@ -64,6 +66,12 @@ class ShardReport(BaseModel):
     version: PlanVersion
     """Of the plan that the node follows."""
     state: ShardState
+    plan: Annotated[str, Field(max_length=64)] | None = None
+    """Which plan that is: two of one version differ in it. None: the master does not say."""
+    master: Name | None = None
+    """Who has sent it."""
+    nodes: Annotated[tuple[Name, ...], Field(max_length=MAX_PLAN_NODES)] = ()
+    """All nodes of the plan, so that whoever watches sees which of them do not follow it; empty: not said."""
     message: str | None = Field(default=None, max_length=MAX_MESSAGE)
     """Why it has failed."""
     resident: Annotated[tuple[ResidentLayers, ...], Field(max_length=MAX_STAGES)] = ()
@@ -76,8 +84,10 @@ class NodePlacement(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    term: int = Field(default=0, ge=0)
+    term: int = Field(default=0, ge=0, le=MAX_NUMBER)
     """The latest that it has heard of a master; it follows none of an earlier one."""
+    loader: bool | None = None
+    """Somebody loads models on the node; None: it does not say."""
     shards: Annotated[tuple[ShardReport, ...], Field(max_length=MAX_INSTANCES)] = ()
 
     def shard(self, instance: str) -> ShardReport | None:
@@ -94,11 +104,15 @@ class NodePlacement(BaseModel):
 
 
 def placement_changes(before: NodePlacement, after: NodePlacement) -> str | None:
-    """What is another now, in words for people; None where only the term is."""
+    """What is another now, in words for people; None where nothing is."""
     said: list[str] = []
+    if before.loader is not after.loader and (after.loader or before.loader):
+        said.append("models can be loaded" if after.loader else "nobody loads models any more")
     for shard in after.shards:
         if shard != before.shard(shard.instance):
             why = f": {shard.message}" if shard.message else ""
             said.append(f"{shard.instance} {shard.state} under plan {shard.version}{why}")
     said += [f"{old.instance} let go" for old in before.shards if after.shard(old.instance) is None]
+    if not said and after.term < before.term:
+        said.append(f"it follows masters from term {after.term} on again, and had heard of {before.term}")
     return "; ".join(said) or None

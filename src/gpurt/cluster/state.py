@@ -8,18 +8,22 @@ import platform
 from collections.abc import Iterable
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from gpurt.cluster.bus import MAX_STATE_BYTES
-from gpurt.cluster.envelope import check_size, strict_json, summary
+from gpurt.cluster.envelope import check_size
 from gpurt.cluster.epoch import MAX_SEQ, Epoch, Position
 from gpurt.cluster.errors import InvalidName, MalformedEvent
+from gpurt.cluster.message_limits import MessageReader, Refusals
 from gpurt.cluster.node_fields import NodeFields
 from gpurt.cluster.peer_links import NodeLinks
 from gpurt.cluster.shards import NodePlacement
 from gpurt.types import BackendReport, DeviceKind, GPUDevice
 
 SNAPSHOT_SCHEMA: Final = 1
+
+
+DEVICES: Final = MessageReader(GPUDevice, "device")
 
 
 class HostInfo(BaseModel):
@@ -84,28 +88,42 @@ def encode_snapshot(snapshot: NodeSnapshot) -> bytes:
     return payload
 
 
-def decode_snapshot(payload: bytes, *, node: str) -> NodeSnapshot:
-    """The snapshot in ``payload``, which came from the key of ``node``.
+def _check_shards(placement: Any) -> None:
+    """Half of what a node holds would read as if it had let go of the rest.
+
+    Raises:
+        ValueError: something of what it says to hold cannot be.
+    """
+    NodePlacement.model_validate({**placement, "term": 0} if isinstance(placement, dict) else placement)
+
+
+_SNAPSHOTS: Final = MessageReader(
+    NodeSnapshot, "snapshot", essential={"placement": _check_shards}, pieces={"gpu_devices": DEVICES}
+)
+
+
+def decode_snapshot(payload: bytes, *, node: str, refusals: Refusals | None = None) -> NodeSnapshot:
+    """The snapshot in ``payload``, which came from the key of ``node``, without what is beyond all limits.
 
     Raises:
         MalformedEvent: too large, not JSON, not a snapshot, or of another node.
     """
-    what = f"snapshot of node {node}"
-    check_size(payload, what, MAX_STATE_BYTES)
-    return parse_snapshot(strict_json(payload, what), node=node)
+    check_size(payload, f"snapshot of node {node}", MAX_STATE_BYTES)
+    return _of_node(_SNAPSHOTS.read(payload, node, refusals), node)
 
 
-def parse_snapshot(document: Any, *, node: str) -> NodeSnapshot:
+def parse_snapshot(document: Any, *, node: str, refusals: Refusals | None = None) -> NodeSnapshot:
     """
     Raises:
         MalformedEvent: not a snapshot, or of another node.
     """
+    return _of_node(_SNAPSHOTS.parse(document, node, refusals), node)
+
+
+def _of_node(snapshot: NodeSnapshot, node: str) -> NodeSnapshot:
     what = f"snapshot of node {node}"
     try:
-        snapshot = NodeSnapshot.model_validate(document)
         Epoch.parse(snapshot.epoch)
-    except ValidationError as exc:
-        raise MalformedEvent(f"{what}: {summary(exc)}") from exc
     except InvalidName as exc:
         raise MalformedEvent(f"{what}: {exc.message}") from exc
     if snapshot.node != node:

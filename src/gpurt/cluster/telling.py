@@ -28,7 +28,7 @@ class Telling:
     def post(
         self,
         kind: ChangeKind,
-        node: str,
+        node: str | None,
         device: str | None = None,
         *,
         message: str | None = None,

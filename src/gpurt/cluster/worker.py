@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +16,7 @@ from gpurt.backend import GPUBackend
 from gpurt.cluster.bus import EventEngine
 from gpurt.cluster.endpoints import check_endpoint, engine_at, is_nats
 from gpurt.cluster.epoch import Epoch
-from gpurt.cluster.errors import ClusterError
+from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError
 from gpurt.cluster.fence import Fence
 from gpurt.cluster.groups import single
 from gpurt.cluster.keys import check_name
@@ -29,6 +30,8 @@ from gpurt.cluster.publisher import NodePublisher
 from gpurt.cluster.security.loopback import check_protected
 from gpurt.cluster.security.peers import load_peer_credentials
 from gpurt.cluster.state import this_host
+from gpurt.cluster.zenoh_engine import ZenohEngine
+from gpurt.cluster.zenoh_hub import Admission
 from gpurt.discovery.registry import RegistryFile
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.service import GPUDiscoveryService
@@ -36,6 +39,10 @@ from gpurt.runtime.lane import off_loop
 
 DEFAULT_ENDPOINT: Final = "tcp/127.0.0.1:7447"
 """zenoh's registered port."""
+NAME_CHECKS_S: Final = (1.0, 2.0)
+"""After each connection: another process that holds the name is there within a second."""
+ADMISSION_S: Final = 2.0
+"""Between two questions to a hub that refuses the node."""
 GOODBYE_S: Final = 2.0
 """How long a worker that ends waits to say so."""
 
@@ -177,12 +184,22 @@ async def run_worker(
                 )
                 found.add_done_callback(lambda _: known.set())
                 await engine.start()
+                name_unsure, admission_unsure = asyncio.Event(), asyncio.Event()
+
+                def returned() -> None:
+                    name_unsure.set()
+                    admission_unsure.set()
+
+                engine.on_return = returned
+                group.create_task(_follow_admission(config, engine, admission_unsure), name="gpurt-worker-admission")
                 await known.wait()
                 if early:
                     await publisher.start(early[0])
                     await publisher.publish_snapshot(await found)
                 else:
                     await publisher.start(await found)
+                group.create_task(_keep_name(publisher, name_unsure), name="gpurt-worker-name")
+                group.create_task(publisher.answer_rivals(), name="gpurt-worker-rivals")
                 group.create_task(_follow_attention(config, publisher, on_heard), name="gpurt-worker-attention")
                 monitoring = None
                 if config.telemetry_s is not None:
@@ -196,6 +213,54 @@ async def run_worker(
                 await publisher.follow(discovery.subscribe())
         except BaseExceptionGroup as failed:
             raise single(failed) from None
+
+
+async def _keep_name(publisher: NodePublisher, returned: asyncio.Event) -> None:
+    """Look after each connection whether the name is used twice: when the hub comes back, any of them may be first."""
+    while True:
+        for pause in NAME_CHECKS_S:
+            await asyncio.sleep(pause)
+            with contextlib.suppress(BusUnavailable):  # the next connection is another chance
+                await publisher.settle_name()
+        await returned.wait()
+        returned.clear()
+
+
+async def _follow_admission(config: WorkerConfig, engine: EventEngine, returned: asyncio.Event) -> None:
+    """Say what a hub has against the node, once it is connected and whenever that changes. A NATS server is asked
+    nothing: it knows of no roster and of no cluster."""
+    if not isinstance(engine, ZenohEngine):
+        return
+    told: str | None = None
+    while True:
+        with contextlib.suppress(BusUnavailable, BusClosed):
+            refused = why_refused(config, await engine.admission(config.node))
+            if refused is not None and refused != told:
+                _log.warning("the hub at %s does not take node %s: %s", config.endpoint, config.node, refused)
+            elif refused is None and told is not None:
+                _log.warning("the hub at %s takes node %s now", config.endpoint, config.node)
+            told = refused
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if told is None else ADMISSION_S):
+                await returned.wait()
+        returned.clear()
+
+
+def why_refused(config: WorkerConfig, answer: Admission | None) -> str | None:
+    """What the hub has against the node, and what to do; None: nothing."""
+    if answer is None:
+        return None
+    if answer.cluster != config.cluster:
+        return (
+            f"another cluster is there: {answer.cluster!r}, not {config.cluster!r}; start the worker with "
+            f"--cluster {answer.cluster}, or connect it to the other hub"
+        )
+    if not answer.listed:
+        return (
+            "it is not on the hub's roster, or was revoked: gpurt cluster enrol it where the authority is, and copy "
+            "hub/roster.json to the hub's folder where that is a copy; the worker need not be started again"
+        )
+    return None
 
 
 async def _follow_attention(
@@ -222,8 +287,8 @@ def why_unheard(config: WorkerConfig) -> str:
     if config.tls is None or is_nats(config.endpoint):
         return nobody
     return (
-        "its name is not on the hub's roster (after gpurt cluster enrol the hub must be started again), it was "
-        f"revoked, or {nobody}"
+        "its name is not on the hub's roster (gpurt cluster enrol; a hub with a copy of the folder needs the new "
+        f"roster.json), it was revoked, or {nobody}"
     )
 
 

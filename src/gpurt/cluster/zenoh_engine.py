@@ -12,35 +12,60 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
 
-from gpurt.cluster.bus import MAX_COMMAND_BYTES, MAX_STATE_BYTES, CommandHandler, OnAsked, StateReply, TakeReadings
+from gpurt.cluster.bus import (
+    MAX_COMMAND_BYTES,
+    MAX_STATE_BYTES,
+    CommandHandler,
+    HubAway,
+    HubBack,
+    OnAsked,
+    StateReply,
+    TakeReadings,
+    held_of,
+)
 from gpurt.cluster.connection import connection_log
 from gpurt.cluster.envelope import MAX_EVENT_BYTES, check_size
 from gpurt.cluster.errors import BusClosed, BusUnavailable, ClusterError, InvalidName, NoAnswer
-from gpurt.cluster.keys import COMMAND, STATE, check_name, node_key, node_of
+from gpurt.cluster.keys import ANY, COMMAND, STATE, check_name, node_key, node_of
 from gpurt.cluster.readings import MAX_READINGS_BYTES
+from gpurt.cluster.security.door import LANES, Door, free_ports
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.handshake import GIVE_TLS, speaks_tls
-from gpurt.cluster.security.loopback import check_protected
+from gpurt.cluster.security.loopback import check_protected, host_and_port
 from gpurt.cluster.security.protection import Protection
 from gpurt.cluster.zenoh_callbacks import END_TIMEOUT_S, SessionCallbacks
 from gpurt.cluster.zenoh_commands import ZenohCommands
-from gpurt.cluster.zenoh_hub import watch_hub
+from gpurt.cluster.zenoh_hub import (
+    MAX_ADMISSION_BYTES,
+    Admission,
+    admission_of,
+    answer_at_door,
+    door_key,
+    watch_hub,
+)
 from gpurt.cluster.zenoh_node import ZenohNode
 from gpurt.cluster.zenoh_query import ZenohQuery
 from gpurt.cluster.zenoh_readings import ZenohReadings, put_readings
 from gpurt.cluster.zenoh_settings import ZenohSettings, check_endpoint, load_zenoh, plain, session_config
 from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from gpurt.errors import GPUError
-from gpurt.runtime.lane import Lane
+from gpurt.printable import printable
+from gpurt.runtime.lane import Lane, off_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 5.0
+ROSTER_S: Final = 1.0
+"""Between two looks at whether a hub's roster has changed."""
+REOPEN_ATTEMPTS: Final = 8
+"""To listen where the hub listened a moment before; 25 s in all."""
 
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
@@ -76,15 +101,17 @@ class ZenohEngine:
         self.settings = settings or ZenohSettings()
         self._protection = None if tls is None else Protection(tls, cluster, self.endpoint, listen=listen)
         self._zenoh: Any = None
-        self._session: Any = None
-        self._callbacks: SessionCallbacks | None = None
+        self._opened: _Opened | None = None
         self._lane: Lane | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Future[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._node: ZenohNode | None = None
         self._subscriptions: list[ZenohSubscription] = []
         self._readings: list[ZenohReadings] = []
         self._commands: ZenohCommands | None = None
+        self.on_return: Callable[[], None] | None = None
+        self.on_quiet: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> str:
@@ -104,9 +131,11 @@ class ZenohEngine:
         opened: list[_Opened] = []
         try:
             await self._open(lane, opened)
-            self._session, self._callbacks = opened[0]
+            self._opened = opened[0]
             if self._protection is not None:
                 self._protection.remind()
+                if self.listen:
+                    self._following = loop.create_task(self._follow_roster(), name="gpurt-roster")
         except BaseException:
             # An open that is under way ends within its own timeout; the lane then closes what it gave. That may be
             # after the next start, so it is not this object's session.
@@ -130,14 +159,17 @@ class ZenohEngine:
             return
         if self._protection is not None:
             self._protection.forget()
-        session, self._session = self._session, None
-        callbacks, self._callbacks = self._callbacks, None
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+        opened, self._opened = self._opened, None
+        assert opened is not None
         if self._commands is not None:
             self._commands.cancel()
         for subscription in self._subscriptions:
             subscription.close()
         closed = asyncio.wrap_future(
-            lane.submit(_tear_down, session, callbacks, self._node, (*self._subscriptions, *self._readings))
+            lane.submit(_tear_down, opened, self._node, (*self._subscriptions, *self._readings))
         )
         lane.stop()
         self._node = None
@@ -175,25 +207,117 @@ class ZenohEngine:
     def _open_session(self, opened: list[_Opened]) -> None:
         self._zenoh = zenoh = load_zenoh()
         protection = None if self._protection is None else self._protection.values(zenoh)
-        config = session_config(zenoh, self.endpoint, listen=self.listen, settings=self.settings, protection=protection)
+        lanes = free_ports(LANES) if self.listen and self.endpoint.startswith("tls/") else []
+        config = session_config(
+            zenoh, self.endpoint, listen=self.listen, settings=self.settings, protection=protection, lanes=lanes
+        )
+        door = Door(*host_and_port(self.endpoint)) if lanes else None
         try:
+            if door is not None:
+                door.open(lanes)  # first: that the address is taken shows here
             session = zenoh.open(config)
-        except zenoh.ZError as exc:
+        except (zenoh.ZError, OSError) as exc:
+            if door is not None:
+                door.close()
             if not self.listen:
                 raise self._unreachable(plain(exc)) from exc
             raise BusUnavailable(
                 f"cannot listen on {self.endpoint}: {plain(exc)}",
                 hint="is another master running? choose another port",
             ) from exc
-        callbacks = SessionCallbacks(zenoh)
-        opened.append((session, callbacks))
-        if self.listen and self._protection is not None:
-            self._protection.watch(session, callbacks, zenoh.SampleKind.PUT)
-        if not self.listen:
-            trouble = None if self._protection is None else self._protection.trouble
-            watch_hub(
-                session, callbacks, self.endpoint, zenoh.SampleKind.PUT, lambda: self._session is session, trouble
-            )
+        made = _Opened(session, SessionCallbacks(zenoh), door)
+        opened.append(made)
+        self._watch(made)
+
+    def _watch(self, opened: _Opened) -> None:
+        zenoh, session, callbacks = self._zenoh, opened.session, opened.callbacks
+        if self.listen:
+            answer_at_door(session, callbacks, self._cluster, self._protection)
+            if self._protection is not None:
+                self._protection.watch(session, callbacks, zenoh.SampleKind.PUT)
+            return
+        trouble = None if self._protection is None else self._protection.trouble
+
+        def in_use() -> bool:
+            return self._opened is opened
+
+        def tell(there: bool) -> None:
+            for subscription in tuple(self._subscriptions):
+                subscription.post(HubBack() if there else HubAway())
+            if there:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
+                    self._the_loop().call_soon_threadsafe(self._returned)
+
+        watch_hub(session, callbacks, self.endpoint, zenoh.SampleKind.PUT, in_use, trouble, tell)
+
+    def _returned(self) -> None:
+        if self.on_return is not None and self._opened is not None:
+            self.on_return()
+
+    async def admission(self, name: str, *, timeout: float = 2.0) -> Admission | None:
+        """What the hub says of ``name`` and of itself; None: nothing, as a hub of an earlier version."""
+        for ok, _ in await self._query(door_key(self._cluster, name), None, timeout, MAX_ADMISSION_BYTES):
+            if ok:
+                return admission_of(ok.payload.to_bytes())
+        return None
+
+    # The roster of a hub
+
+    async def _follow_roster(self) -> None:
+        """Take up what ``gpurt cluster enrol`` and ``revoke`` have changed. zenoh reads its access control only when a
+        session is opened: with another roster the hub's own is opened anew, and its nodes connect again."""
+        protection, lane = self._protection, self._lane
+        assert protection is not None
+        assert lane is not None
+        while True:
+            await asyncio.sleep(ROSTER_S)
+            if await off_loop("roster", protection.roster_changed):
+                await self._result(asyncio.wrap_future(lane.submit(self._open_again)))
+
+    def _open_again(self) -> None:
+        """On the lane, so that nothing else uses the session meanwhile."""
+        zenoh, opened, protection = self._zenoh, self._opened, self._protection
+        if opened is None or protection is None:
+            return  # it is being closed
+        try:
+            values = protection.values(zenoh)
+        except CredentialsRefused as exc:
+            _log.warning("the hub goes on with the roster that it has: %s", exc)
+            return
+        parts: tuple[ZenohSubscription | ZenohReadings, ...] = (*self._subscriptions, *self._readings)
+        subscriptions, node = tuple(self._subscriptions), self._node
+        for subscription in subscriptions:
+            subscription.post(HubAway())
+        for part in parts:
+            part.undeclare()
+        if node is not None:
+            node.undeclare()
+        opened.session.close()
+        opened.callbacks.wait()
+        lanes = opened.door.ports if opened.door is not None else []
+        opened.session, opened.callbacks = self._session_again(values, lanes), SessionCallbacks(zenoh)
+        self._watch(opened)
+        for subscription in subscriptions:
+            subscription.declare(zenoh, opened.callbacks, opened.session, self._cluster)
+            subscription.post(HubBack())
+        for readings in tuple(self._readings):
+            readings.declare(opened.callbacks, opened.session, self._cluster)
+        if node is not None:
+            node.move(opened.callbacks)
+            node.declare(opened.session, self.settings)
+
+    def _session_again(self, values: dict[str, Any], lanes: list[int]) -> Any:
+        zenoh = self._zenoh
+        config = session_config(
+            zenoh, self.endpoint, listen=True, settings=self.settings, protection=values, lanes=lanes
+        )
+        for attempt in range(REOPEN_ATTEMPTS):
+            try:
+                return zenoh.open(config)
+            except zenoh.ZError as exc:
+                _log.warning("cannot listen on %s again: %s", self.endpoint, plain(exc))
+                time.sleep(0.1 * 2**attempt)
+        raise BusUnavailable(f"cannot listen on {self.endpoint} again", hint="start the hub again")
 
     def _unreachable(self, why: str) -> GPUError:
         """What is said of a hub to which no session could be opened."""
@@ -242,9 +366,13 @@ class ZenohEngine:
             if on_asked is not None:
                 on_asked()
 
-        def asked_elsewhere() -> None:
+        def asked_quietly() -> None:
+            if here() and self.on_quiet is not None:
+                self.on_quiet()
+
+        def asked_elsewhere(quiet: bool) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
-                loop.call_soon_threadsafe(asked)
+                loop.call_soon_threadsafe(asked_quietly if quiet else asked)
 
         self._node = joined = ZenohNode(self._zenoh, self._wrapper(), self._cluster, node, state, take, asked_elsewhere)
         self._commands = commands
@@ -308,13 +436,15 @@ class ZenohEngine:
             raise
         return subscription
 
-    async def snapshot(self, node: str, *, timeout: float = 2.0) -> tuple[StateReply, ...]:
-        replies = await self._query(node_key(self._cluster, node, STATE), None, timeout, MAX_STATE_BYTES)
+    async def snapshot(self, node: str, *, timeout: float = 2.0, quiet: bool = False) -> tuple[StateReply, ...]:
+        key = node_key(self._cluster, node, STATE)
+        replies = await self._query(key, b"quiet" if quiet else None, timeout, MAX_STATE_BYTES)
         answers: list[StateReply] = []
         for ok, _ in replies:
             if ok:
                 try:
-                    answers.append(StateReply(node_of(str(ok.key_expr)), ok.payload.to_bytes()))
+                    held = None if ok.attachment is None else ok.attachment.to_bytes()[:32]
+                    answers.append(StateReply(node_of(str(ok.key_expr)), ok.payload.to_bytes(), held_of(held)))
                 except InvalidName as exc:  # a stranger's: it must not hide what the nodes answered
                     _log.warning("ignored: an answer to a question for the state of %s: %s", node, exc)
         return tuple(answers)
@@ -326,7 +456,7 @@ class ZenohEngine:
             if ok:
                 return ok.payload.to_bytes()
             if error is not None:
-                text = error.payload.to_bytes()[:1024].decode(errors="replace")
+                text = printable(error.payload.to_bytes()[:1024].decode(errors="replace"), 1024)
                 if text != "Timeout":  # zenoh's own word for a query that ran out of time
                     raise ClusterError(f"node {node} answered: {text}")
         raise NoAnswer(f"node {node} did not answer within {timeout:g} s")
@@ -334,7 +464,7 @@ class ZenohEngine:
     async def _query(self, key: str, payload: bytes | None, timeout: float, limit: int) -> list[tuple[Any, Any]]:
         """Every reply, as (sample, None) or (None, error)."""
         self._running()
-        query = ZenohQuery(asyncio.get_running_loop(), limit)
+        query = ZenohQuery(asyncio.get_running_loop(), limit, one=ANY not in key)
         wrapper = self._wrapper()
         await self._call(query.ask, self._zenoh, wrapper, self._session, key, payload=payload, timeout=timeout)
         return await query.replies(timeout + 1.0)
@@ -349,13 +479,18 @@ class ZenohEngine:
                 await self._call(subscription.undeclare)
 
     def _running(self) -> Lane:
-        if self._lane is None or self._session is None:
+        if self._lane is None or self._opened is None:
             raise BusClosed("the bus is not started", hint="await engine.start()")
         return self._lane
 
     def _wrapper(self) -> SessionCallbacks:
-        assert self._callbacks is not None
-        return self._callbacks
+        assert self._opened is not None
+        return self._opened.callbacks
+
+    @property
+    def _session(self) -> Any:
+        assert self._opened is not None
+        return self._opened.session
 
     def _the_loop(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None
@@ -383,19 +518,31 @@ class ZenohEngine:
             raise BusUnavailable(f"zenoh refused: {exc}") from exc
 
 
-_Opened = tuple[Any, SessionCallbacks]
-"""A session and its callbacks."""
+@dataclass(slots=True)
+class _Opened:
+    """A session with what belongs to it."""
+
+    session: Any
+    callbacks: SessionCallbacks
+    door: Door | None = None
+
+    def close(self) -> bool:
+        """Whether every callback has ended. The door last: it passes on what the session says at its end."""
+        try:
+            self.session.close()
+        finally:
+            if self.door is not None:
+                self.door.close()
+        return self.callbacks.wait()
 
 
 def _close_sessions(sessions: list[_Opened]) -> None:
-    for session, callbacks in sessions:
-        session.close()
-        callbacks.wait()
+    for opened in sessions:
+        opened.close()
 
 
 def _tear_down(
-    session: Any,
-    callbacks: SessionCallbacks | None,
+    opened: _Opened,
     node: ZenohNode | None,
     subscriptions: tuple[ZenohSubscription | ZenohReadings, ...],
 ) -> None:
@@ -405,6 +552,5 @@ def _tear_down(
         for subscription in subscriptions:
             subscription.undeclare()
     finally:
-        session.close()
-        if callbacks is not None and not callbacks.wait():
+        if not opened.close():
             _log.warning("a callback of the zenoh session has not ended")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpurt.cluster.bus import MAX_COMMAND_BYTES
+from gpurt.cluster.bus import MAX_COMMAND_BYTES, held_text
 from gpurt.cluster.envelope import CONTENT_TYPE
 from gpurt.cluster.keys import COMMAND, EVENTS, FLUSH, LEAVING, LIVE, STATE, node_key
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
@@ -27,7 +28,7 @@ class ZenohNode:
     Args:
         on_command: called on a thread of zenoh with the payload and the query, which it must answer and drop;
             False when it cannot take it.
-        on_asked: called on a thread of zenoh when the state was asked for.
+        on_asked: called on a thread of zenoh when the state was asked for; with True, by who uses the same name.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class ZenohNode:
         node: str,
         state: bytes,
         on_command: Callable[[bytes, Any], bool] | None,
-        on_asked: Callable[[], None],
+        on_asked: Callable[[bool], None],
     ) -> None:
         self.node = node
+        self._since = time.monotonic()
         self.state = state
         """What the state queryable answers with; replaced as a whole, from any thread."""
         self._zenoh = zenoh
@@ -73,6 +75,10 @@ class ZenohNode:
         except BaseException:
             self.undeclare()
             raise
+
+    def move(self, callbacks: SessionCallbacks) -> None:
+        """To another session, in which it will be declared next."""
+        self._callbacks = callbacks
 
     def put(self, payload: bytes) -> None:
         """Send one event; blocks while the link is congested."""
@@ -126,8 +132,9 @@ class ZenohNode:
 
     def _answer_state(self, query: Any) -> None:
         with query:
-            query.reply(self._key[STATE], self.state)
-        self._on_asked()
+            quiet = query.payload is not None
+            query.reply(self._key[STATE], self.state, attachment=held_text(self._since))
+        self._on_asked(quiet)
 
     def _answer_command(self, query: Any) -> None:
         payload = query.payload

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Any
+from typing import Any, Final
 
+from gpurt.cluster.log_limit import LimitedLog
+from gpurt.cluster.reply_budget import ReplyBudget
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 
-_log = logging.getLogger("gpurt.cluster.zenoh")
+_warnings: Final = LimitedLog(logging.getLogger("gpurt.cluster.zenoh"))
 
 
 class ZenohQuery:
@@ -18,10 +20,12 @@ class ZenohQuery:
     Args:
         loop: the one that waits.
         limit: bytes of a reply; longer ones are dropped.
+        one: the question is to one node, so that it is over when that has said as much as it may.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
-        self._loop, self._limit = loop, limit
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, *, one: bool = False) -> None:
+        self._loop, self._limit, self._one = loop, limit, one
+        self._budget = ReplyBudget(limit)
         self._done: asyncio.Future[None] = loop.create_future()
         self._replies: list[tuple[Any, Any]] = []
 
@@ -55,10 +59,15 @@ class ZenohQuery:
     def _collect(self, reply: Any) -> None:
         answer = reply.ok or reply.err
         size = len(answer.payload)
-        if size <= self._limit:
+        # An error says not whose it is.
+        sender = str(reply.ok.key_expr) if reply.ok else ""
+        why = self._budget.refuses(sender, size)
+        if why is None:
             self._replies.append((reply.ok, None if reply.ok else answer))
         else:
-            _log.warning("ignored: an answer of %d bytes, over the limit of %d", size, self._limit)
+            _warnings.warning(sender, "ignored: an answer of %d bytes from %s: %s", size, sender or "somebody", why)
+            if self._one and self._budget.spent:
+                self._finish()
 
     def _finish(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections import deque
-from typing import Any, Final
+from typing import Any
 
 from gpurt.cluster.bus import TakeReadings
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.keys import ANY, TELEMETRY, node_key, node_of
-from gpurt.cluster.readings import MAX_READINGS_BYTES
+from gpurt.cluster.readings_queue import ReadingsQueue
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
-
-MAX_WAITING: Final = 1024
-"""Messages that the loop may be behind: four of each node of a large cluster."""
-
-_log = logging.getLogger("gpurt.cluster.zenoh")
 
 
 def put_readings(zenoh: Any, session: Any, cluster: str, node: str, payload: bytes) -> None:
@@ -30,16 +22,12 @@ def put_readings(zenoh: Any, session: Any, cluster: str, node: str, payload: byt
     )
 
 
-class ZenohReadings:
-    """Readings on their way from zenoh's threads to ``take`` on the loop: one wake-up for many, and a loop that is slow
-    gets the newest."""
+class ZenohReadings(ReadingsQueue):
+    """A subscription to readings; callbacks come on zenoh's threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: TakeReadings) -> None:
-        self._loop, self._take = loop, take
-        self._waiting = deque[tuple[str, bytes]](maxlen=MAX_WAITING)
-        self._woken = False
+        super().__init__(loop, take)
         self._declared: Any = None
-        self.closed = False
 
     def declare(self, callbacks: SessionCallbacks, session: Any, cluster: str) -> None:
         key = node_key(cluster, ANY, TELEMETRY)
@@ -54,21 +42,7 @@ class ZenohReadings:
         try:
             node = node_of(str(sample.key_expr))
         except InvalidName as exc:
-            _log.warning("ignored: %s", exc)
+            self.refuse(exc)
             return
-        size = len(sample.payload)
-        if size > MAX_READINGS_BYTES:
-            _log.warning("ignored: readings of node %s of %d bytes", node, size)
-            return
-        self._waiting.append((node, sample.payload.to_bytes()))
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                self._loop.call_soon_threadsafe(self._hand_over)
-
-    def _hand_over(self) -> None:
-        self._woken = False  # first: what comes from now on wakes again
-        while self._waiting:
-            node, payload = self._waiting.popleft()
-            if not self.closed:
-                self._take(node, payload)
+        if self.admits(node, len(sample.payload)):
+            self.put(node, sample.payload.to_bytes())

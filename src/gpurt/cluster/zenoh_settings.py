@@ -6,10 +6,11 @@ node, and the hub's end is everybody's end anyway, because it is the master's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,12 @@ _ENDPOINT = re.compile(
 MAX_MESSAGE_BYTES: Final = MAX_STATE_BYTES + (64 << 10)
 """Of one message on a link, with its headers; zenoh drops a larger one while it is still putting it together."""
 
+ACCEPT_TIMEOUT_MS: Final = 3000
+"""For two round trips. zenoh's own default, 10 s, lets ten silent connections a second fill all places."""
+ACCEPT_PENDING: Final = 4096
+MAX_SESSIONS: Final = 4096
+"""zenoh's own default, 1,000, leaves no room beside a thousand nodes for those who watch them."""
+
 _SOCKET_FILE = re.compile(r"unixsock-stream/[^\s,]{1,512}")
 
 
@@ -32,10 +39,9 @@ class ZenohSettings:
     lease_s: float = 3.0
     """A peer that is silent for this long is gone. Twice in it each shows that it is there, so that one may be late by
     half of it; more often would only be work for the hub, since TCP loses nothing. zenoh's own default, 10 s, is how
-    long a frozen host would stay unnoticed; a process that dies is seen at once, by its closed connection."""
-    hub_lease_s: float = 12.0
-    """The same for the hub, as its clients see it. They can only wait for it, and what it sends to each of a thousand
-    of them to show that it is there is most of its load while nothing happens."""
+    long a frozen host would stay unnoticed; a process that dies is seen at once, by its closed connection. Bytes that
+    are lost or change places show only by the silence after them, and may look like one message more: half of it, the
+    whole of it and a reconnection have to fit into 5 s."""
     retry_first_s: float = 0.1
     retry_longest_s: float = 1.0
     """Between two attempts to connect, doubling from the first to the longest."""
@@ -89,20 +95,38 @@ def calm_runtime() -> None:
     default, of which one wakes the others for each of the messages by which a thousand idle nodes show that they are
     there. Who sends keeps a thread of its own. What the user has set in ``ZENOH_RUNTIME`` stays."""
     os.environ.setdefault("ZENOH_RUNTIME", "(rx: (worker_threads: 1), acc: (handover: rx))")
+    _more_files()
+
+
+def _more_files() -> None:
+    """As many open files as the system lets this process have: with certificates a node takes three."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def session_config(
-    zenoh: Any, endpoint: str, *, listen: bool, settings: ZenohSettings, protection: Mapping[str, Any] | None = None
+    zenoh: Any,
+    endpoint: str,
+    *,
+    listen: bool,
+    settings: ZenohSettings,
+    protection: Mapping[str, Any] | None = None,
+    lanes: Sequence[int] = (),
 ) -> Any:
     """A configuration of ``zenoh`` for the hub (``listen``) or for one of its clients.
 
     Args:
         protection: more values: those of certificates and of access control.
+        lanes: ports of loopback to listen on in place of ``endpoint`` (:mod:`gpurt.cluster.security.door`).
     """
+    listening = [f"tls/127.0.0.1:{port}" for port in lanes] or [endpoint]
     millis = 1000
     values: dict[str, Any] = {
         "mode": "router" if listen else "client",
-        "listen/endpoints": [endpoint] if listen else [],
+        "listen/endpoints": listening if listen else [],
         "connect/endpoints": [] if listen else [endpoint],
         # The hub must say so when its address is taken; a client is tried again by us, where it can be cancelled.
         "listen/exit_on_failure": True,
@@ -113,8 +137,12 @@ def session_config(
             "period_max_ms": round(settings.retry_longest_s * millis),
             "period_increase_factor": 2,
         },
-        "transport/link/tx/lease": round((settings.hub_lease_s if listen else settings.lease_s) * millis),
+        "transport/link/tx/lease": round(settings.lease_s * millis),
         "transport/link/tx/keep_alive": 2,
+        # Who has connected and says nothing holds one of the places for those who are just being let in.
+        "transport/unicast/accept_timeout": ACCEPT_TIMEOUT_MS,
+        "transport/unicast/accept_pending": ACCEPT_PENDING,
+        "transport/unicast/max_sessions": MAX_SESSIONS,
         "transport/link/rx/max_message_size": MAX_MESSAGE_BYTES,
         # Between processes of one machine it would pass by the limit above, and by the encryption.
         "transport/shared_memory/enabled": False,

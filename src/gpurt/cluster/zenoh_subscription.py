@@ -12,6 +12,7 @@ from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import InvalidName
 from gpurt.cluster.inbox import Inbox
 from gpurt.cluster.keys import ANY, EVENTS, LIVE, leaf_of, node_key, node_of
+from gpurt.cluster.log_limit import LimitedLog
 from gpurt.cluster.zenoh_callbacks import SessionCallbacks
 
 CHANNEL_EVENTS: Final = 8192
@@ -34,6 +35,7 @@ class ZenohSubscription(Inbox):
         self._on_close = on_close
         self._declared: list[Any] = []
         self._leaving: set[str] = set()
+        self._warnings = LimitedLog(_log)
 
     def declare(self, zenoh: Any, callbacks: SessionCallbacks, session: Any, cluster: str) -> None:
         ext = zenoh.ext
@@ -74,8 +76,8 @@ class ZenohSubscription(Inbox):
             return  # a mark, which zenoh has looked at
         if size > MAX_EVENT_BYTES:
             self.post(EventRefused(node, size))
-        else:
-            self.post(EventReceived(node, payload.to_bytes()))
+        elif self.admits(node, size):
+            self.keep(EventReceived(node, payload.to_bytes()), size)
 
     def _on_token(self, sample: Any) -> None:
         node = self._node_of(sample)
@@ -93,5 +95,5 @@ class ZenohSubscription(Inbox):
         try:
             return node_of(str(sample.key_expr))
         except InvalidName as exc:
-            _log.warning("ignored: %s", exc)
+            self._warnings.warning("zenoh", "ignored: %s", exc)
             return None

@@ -17,7 +17,7 @@ from gpurt.discovery.registry import Attempts, RegistryDocument, RegistryFile, R
 from gpurt.discovery.remembered import MAX_ANSWERS, Remembered
 from gpurt.discovery.result import DiscoveryResult
 from gpurt.discovery.verify import verification_key
-from gpurt.errors import ReasonCode
+from gpurt.errors import ReasonCode, UntrustedFile
 from gpurt.health.policy import HealthPolicy
 from gpurt.registry.records import CalibrationRecord, Link, between
 from gpurt.runtime.lane import off_loop
@@ -162,7 +162,11 @@ class DiscoveryMemory:
 
     async def read_measurements(self) -> None:
         """Read anew what others have measured: links and speeds."""
-        document = await off_loop("registry", lambda: self.file.load(put_aside=False))
+        try:
+            document = await off_loop("registry", lambda: self.file.load(put_aside=False))
+        except UntrustedFile as exc:  # it was replaced since this service has begun
+            _log.warning("%s", exc)
+            return
         if document is not None:
             self._took_measurements(document)
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gpurt.discovery.remembered import Remembered
 from gpurt.discovery.result import DiscoveryStatus
+from gpurt.errors import UntrustedFile
 from gpurt.health.evidence import SEVERITY
 from gpurt.registry.file import JsonFile, RegistryTooNew
 from gpurt.registry.measured import MEASURED_RECORDS, Measurements
@@ -137,6 +138,9 @@ class RegistryFile(JsonFile[RegistryDocument]):
         """A number larger than at every earlier start of a service with this registry, and store it.
 
         Where nothing is stored yet, or nothing can be, it is the Unix time: that grows, too.
+
+        Raises:
+            UntrustedFile: another user can have written the file.
         """
 
         def increment(old: RegistryDocument | None) -> RegistryDocument:
@@ -145,6 +149,8 @@ class RegistryFile(JsonFile[RegistryDocument]):
 
         try:
             return self.update(increment).epoch
+        except UntrustedFile:
+            raise
         except (OSError, RegistryTooNew) as exc:
             _log.warning("the epoch could not be stored: %s", exc)
             return int(time.time())

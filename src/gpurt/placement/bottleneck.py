@@ -79,7 +79,7 @@ def least_bottleneck(instance: Instance, clock: Clock, *, seed: int, target_gap:
     """The plan with the fastest slowest part; among those, of low latency."""
     values = limits_of(instance)
     low, high = 0, len(values)
-    while low < high:
+    while low < high and not clock.over():
         middle = (low + high) // 2
         if may_hold(instance, float(values[middle])):
             high = middle

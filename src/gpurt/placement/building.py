@@ -9,7 +9,7 @@ import numpy as np
 from gpurt.placement.constraints import Constraints
 from gpurt.placement.costs import TOKEN_BYTES
 from gpurt.placement.devices import PlacementDevice
-from gpurt.placement.grouping import classes_of, filter_devices, units_of
+from gpurt.placement.grouping import classes_of, filter_devices, most_useful, units_of
 from gpurt.placement.instance import Bools, Floats, Instance, Ints, Unit, Windows
 from gpurt.placement.spec import ModelSpec
 from gpurt.placement.stages import LayerSums, cut_to, stage_windows, widest
@@ -23,8 +23,14 @@ def build_instance(
     kept, removed = filter_devices(model, devices, constraints)
     links = topology.dense(kept)
     members = classes_of(kept, links, constraints)
+    chosen = most_useful(model, kept, members, constraints)
+    if chosen is not None:
+        kept = [kept[index] for index in chosen]
+        links = links.of(chosen)
+        members = classes_of(kept, links, constraints)
     layers = LayerSums(model, constraints, kept)
     units, complete = units_of(model, kept, members, constraints)
+    complete = complete and chosen is None
     if units:
         cost, time, slope, head = stage_windows(model, constraints, kept, links, members, units, layers)
         alive = np.flatnonzero(
@@ -120,24 +126,37 @@ def _limits(
 
 def _between(units: Sequence[Unit], members: tuple[tuple[int, ...], ...], links: LinkMatrix, payload: float) -> Floats:
     """``[u, v]``: every device of v gets it from the best device of u; the slowest of them counts."""
-    seconds = links.seconds(payload)
-    firsts = np.array([group[0] for group in members], dtype=np.intp)
-    table = seconds[np.ix_(firsts, firsts)]
+    # Of one device of each class: of all, a large cluster's tables take longer to make than to plan with.
+    table = links.of([group[0] for group in members]).seconds(payload)
     for kind, group in enumerate(members):
-        table[kind, kind] = seconds[group[0], group[1]] if len(group) > 1 else 0.0
+        table[kind, kind] = float(links.of(group[:2]).seconds(payload)[0, 1]) if len(group) > 1 else 0.0
     kinds = [sorted(set(unit.classes)) for unit in units]
     # Most units are of one class: they are looked up together, and mixed groups one by one.
     first = np.array([found[0] for found in kinds], dtype=np.intp)
     mixed = [(number, found) for number, found in enumerate(kinds) if len(found) > 1]
     if not mixed:
         return table[np.ix_(first, first)]
+    by_size: dict[int, list[int]] = {}
+    for number, found in mixed:
+        by_size.setdefault(len(found), []).append(number)
+    groups = [(np.array(numbers), np.array([kinds[number] for number in numbers])) for numbers in by_size.values()]
     best = table[first]
-    for number, found in mixed:
-        best[number] = table[found].min(axis=0)
-    ways = best[:, first]
-    for number, found in mixed:
-        ways[:, number] = best[:, found].max(axis=1)
-    return ways
+    for numbers, members_of in groups:
+        best[numbers] = _folded(np.minimum, table, members_of)
+    # By rows of what they are reached from: a column of a large table takes far longer to read.
+    reached = np.ascontiguousarray(best.T)
+    ways = reached[first]
+    for numbers, members_of in groups:
+        ways[numbers] = _folded(np.maximum, reached, members_of)
+    return ways.T
+
+
+def _folded(fold: np.ufunc, table: Floats, members: Ints) -> Floats:
+    """For each row of ``members``: those rows of the table in one."""
+    folded = table[members[:, 0]]
+    for column in members[:, 1:].T:
+        fold(folded, table[column], out=folded)
+    return folded
 
 
 def _clash(uses: Ints, available: Ints) -> Bools:

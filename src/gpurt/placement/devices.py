@@ -17,6 +17,7 @@ from gpurt.placement.arguments import check_kind, check_share, check_view
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.peak_rates import vendor_peak_flops
 from gpurt.placement.record import LEAST_RATE, MOST_BYTES, MOST_SECONDS, PlacementRecord
+from gpurt.printable import shortened
 from gpurt.types import DeviceKind, DeviceSpeeds, DeviceState, GPUDevice
 
 BANDWIDTH_EFFICIENCY: Final = 0.7
@@ -151,6 +152,12 @@ def device_from_gpu(
         usable = device.memory_available if device.memory_available is not None else device.memory_bytes
     if usable is None or not device.usable or device.state is not DeviceState.HEALTHY:
         usable = 0
+    if not 0 <= usable <= MOST_BYTES:
+        raise InvalidPlacementInput(
+            f"{node}/{key or device.stable_id} says that it has {shortened(str(usable), 30)} bytes, and a device has "
+            f"at most {MOST_BYTES:,}",
+            field="device",
+        )
     speeds = measured or device.speeds
     table_bandwidth, table_flops = FALLBACK_SPEEDS[device.kind]
     estimated: set[str] = set()

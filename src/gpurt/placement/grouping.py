@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement, islice
+from itertools import chain, combinations_with_replacement, islice
 from typing import Final
 
 import numpy as np
@@ -14,9 +15,9 @@ from gpurt.placement.instance import Unit
 from gpurt.placement.spec import LayerSpec, ModelSpec
 from gpurt.placement.topology import LinkMatrix
 
-UNIT_LIMIT: Final = 6000
+UNIT_LIMIT: Final = 2000
 """Above this many units, of unlike devices only neighbours in size make a group: see ``Instance.complete``. There are
-tables of unit by unit."""
+tables of unit by unit, and those of so many are made in a third of a second."""
 
 
 def filter_devices(
@@ -56,7 +57,7 @@ def classes_of(
     """Devices that nothing tells apart, together."""
     named = {pin_device for pin in constraints.pins for pin_device in pin.devices}
     named |= constraints.require_devices | {entry.device for entry in constraints.stage_layers}
-    groups: dict[tuple[object, ...], list[list[int]]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(devices):
         key = (
             device.id if device.id in named else None,
@@ -65,29 +66,110 @@ def classes_of(
             device.dtypes, device.unsupported_operations, device.max_allocation_bytes, device.resident,
             device.memory_pool_id,
         )  # fmt: skip
-        for group in groups.setdefault(key, []):
-            if _same_links(links, group, index):
-                group.append(index)
-                break
-        else:
-            groups[key].append([index])
-    return tuple(tuple(group) for found in groups.values() for group in found)
+        alike.setdefault(key, []).append(index)
+    if len(alike) == len(devices):
+        return tuple((index,) for index in range(len(devices)))
+    prints = _LinkPrints(links)
+    return tuple(tuple(group) for found in alike.values() for group in prints.groups(found))
 
 
-def _same_links(links: LinkMatrix, group: list[int], index: int) -> bool:
-    other = group[0]
-    for table in (links.latency, links.bandwidth):
-        inside = table[np.ix_([*group, index], [*group, index])]
-        off = inside[~np.eye(len(group) + 1, dtype=np.bool_)]
-        if (off != off[0]).any():
-            return False
-        outside = np.ones(len(table), dtype=np.bool_)
-        outside[[*group, index]] = False
-        if (table[other, outside] != table[index, outside]).any():
-            return False
-        if (table[outside, other] != table[outside, index]).any():
-            return False
-    return True
+def most_useful(
+    model: ModelSpec,
+    devices: Sequence[PlacementDevice],
+    members: tuple[tuple[int, ...], ...],
+    constraints: Constraints,
+) -> list[int] | None:
+    """Indices of the devices to plan with where so many are unlike that their units would exceed ``UNIT_LIMIT``: those
+    that a rule names, those that hold layers of the model already, and in turn the largest, the fastest to read and to
+    compute, and the fastest of every node. None where all can be planned with."""
+    room = UNIT_LIMIT // (1 + len(_group_sizes(model, constraints)))
+    if len(members) <= room:
+        return None
+    firsts = [devices[group[0]] for group in members]
+    named = {name for pin in constraints.pins for name in pin.devices}
+    named |= constraints.require_devices | {entry.device for entry in constraints.stage_layers}
+
+    def first(device: PlacementDevice) -> bool:
+        return device.id in named or any(held.model == model.name for held in device.resident)
+
+    place_in_node: Counter[str] = Counter()
+    turn: dict[int, int] = {}
+    for kind in sorted(range(len(firsts)), key=lambda kind: -firsts[kind].memory_bandwidth):
+        turn[kind] = place_in_node[firsts[kind].node]
+        place_in_node[firsts[kind].node] += 1
+    kinds = range(len(firsts))
+    orders = (
+        sorted(kinds, key=lambda kind: -firsts[kind].budget_bytes),
+        sorted(kinds, key=lambda kind: -firsts[kind].memory_bandwidth),
+        sorted(kinds, key=lambda kind: -firsts[kind].compute_flops),
+        sorted(kinds, key=lambda kind: (firsts[kind].node not in constraints.require_nodes, turn[kind])),
+    )
+    wanted = dict.fromkeys(kind for kind in kinds if first(firsts[kind]))
+    wanted |= dict.fromkeys(chain.from_iterable(zip(*orders, strict=True)))
+    return sorted(index for kind in islice(wanted, room) for index in members[kind])
+
+
+def _group_sizes(model: ModelSpec, constraints: Constraints) -> list[int]:
+    limit = constraints.tensor_parallel_max
+    return [size for size in model.tensor_parallel if size > 1 and (limit is None or size <= limit)]
+
+
+class _LinkPrints:
+    """Finds devices with the same links to everybody, in a time that grows with the square of their number.
+
+    Two devices are alike when their links to all others are the same, and those between the two are the same both ways.
+    That is transitive, so each device is compared with one of each group. A fingerprint, which is a sum over all its
+    links with a random weight for each device at their other ends, finds the group; the links themselves decide.
+    """
+
+    def __init__(self, links: LinkMatrix) -> None:
+        size = len(links.latency)
+        rows = [np.ascontiguousarray(table) for table in (links.latency, links.bandwidth)]
+        # By rows in both directions: a column of a large table takes thirty times as long to read.
+        columns = [np.ascontiguousarray(table.T) for table in rows if not np.array_equal(table, table.T)]
+        self._tables = (*rows, *columns)
+        draw = np.random.default_rng(0)
+        self._weights = draw.integers(1, 1 << 63, size, dtype=np.uint64)
+        factors = draw.integers(1, 1 << 63, len(self._tables), dtype=np.uint64)
+        self._ways = tuple((table.view(np.uint64), factor) for table, factor in zip(self._tables, factors, strict=True))
+        every, own = np.zeros(size, dtype=np.uint64), np.zeros(size, dtype=np.uint64)
+        for way, factor in self._ways:
+            every += factor * (way @ self._weights)
+            own += factor * way.diagonal()
+        self._others = every - self._weights * own
+
+    def groups(self, indices: Sequence[int]) -> list[list[int]]:
+        """The groups among these devices, in the order of their first members."""
+        groups: list[list[int]] = []
+        heads = np.empty(len(indices), dtype=np.intp)
+        for index in indices:
+            known = heads[: len(groups)]
+            link = np.zeros(len(known), dtype=np.uint64)
+            for way, factor in self._ways:
+                link += factor * way[index, known]
+            mine = self._others[index] + self._weights[index] * link
+            theirs = self._others[known] + self._weights[known] * link
+            # Without the link between the two, which each of them has at another place.
+            place = next(
+                (int(each) for each in np.flatnonzero(mine == theirs) if self._same(groups[each], index)), None
+            )
+            if place is None:
+                heads[len(groups)] = index
+                groups.append([index])
+            else:
+                groups[place].append(index)
+        return groups
+
+    def _same(self, group: list[int], index: int) -> bool:
+        other = group[0]
+        for table in self._tables:
+            if table[other, index] != table[index, other]:
+                return False
+            unlike = table[other] != table[index]
+            unlike[[other, index]] = False
+            if unlike.any():
+                return False
+        return True
 
 
 def units_of(
@@ -96,8 +178,7 @@ def units_of(
     members: tuple[tuple[int, ...], ...],
     constraints: Constraints,
 ) -> tuple[list[Unit], bool]:
-    limit = constraints.tensor_parallel_max
-    sizes = [size for size in model.tensor_parallel if size > 1 and (limit is None or size <= limit)]
+    sizes = _group_sizes(model, constraints)
     of_node: dict[tuple[str, str], list[int]] = {}
     units: list[Unit] = []
     for kind, group in enumerate(members):

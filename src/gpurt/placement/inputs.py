@@ -118,8 +118,11 @@ def _check_sizes(model: ModelSpec, devices: Sequence[PlacementDevice], constrain
     work = constraints.workload
     room = sum(device.usable_bytes + device.reserve_bytes + device.overhead_bytes for device in devices)
     if room > MOST_TOGETHER:
+        largest = max(devices, key=lambda device: device.usable_bytes)
         raise InvalidPlacementInput(
-            f"they have {room:,} bytes together, and at most {MOST_TOGETHER:,} are counted", field="devices"
+            f"they have {room:,} bytes together, and at most {MOST_TOGETHER:,} are counted; {largest.id} alone has "
+            f"{largest.usable_bytes:,}",
+            field="devices",
         )
     cache = work.batch * sum(layer.kv_bytes(work.context_tokens) for layer in model.layers)
     scratch = work.batch * work.prefill_tokens * max(layer.workspace_bytes_per_token for layer in model.layers)

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from gpurt.placement.arguments import check_kind, check_share, check_view
 from gpurt.placement.devices import DEFAULT_RESERVE, PlacementDevice, ResidentRange, devices_from_view
-from gpurt.placement.record import PlacementRecord
+from gpurt.placement.record import MOST_BYTES, MOST_TOGETHER, PlacementRecord
 from gpurt.placement.topology import Link, Topology
+from gpurt.printable import shortened
 from gpurt.types import DeviceKind, DeviceState, GPUDevice
 
 if TYPE_CHECKING:
@@ -61,13 +62,25 @@ def inventory_of(
     check_share(reserve, "reserve")
     reasons = {place: (away or {}).get(place) or _unusable(device) for place, device in devices.items()}
     usable = {place: device for place, device in devices.items() if reasons[place] is None}
-    kept = devices_from_view(usable, reserve=reserve, resident=resident)
+    kept, beyond = _countable(devices_from_view(usable, reserve=reserve, resident=resident))
     return Inventory(
         devices=kept,
         topology=Topology(links=tuple(_measured(links, kept))),
-        left_out={f"{node}/{key}": why for (node, key), why in reasons.items() if why is not None},
+        left_out={f"{node}/{key}": why for (node, key), why in reasons.items() if why is not None} | beyond,
         simulated=frozenset(f"{node}/{key}" for (node, key), device in devices.items() if device.simulated),
     )
+
+
+def _countable(devices: Sequence[PlacementDevice]) -> tuple[tuple[PlacementDevice, ...], dict[str, str]]:
+    """Those whose sizes together can be counted, and why the others are left out: the largest, which no machine has."""
+    sizes = {each.id: each.usable_bytes + each.reserve_bytes + each.overhead_bytes for each in devices}
+    room, beyond = sum(sizes.values()), dict[str, str]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if room <= MOST_TOGETHER:
+            break
+        room -= sizes[name]
+        beyond[name] = f"it says that it has {sizes[name]:,} bytes, and with it more than {MOST_TOGETHER:,} are there"
+    return tuple(each for each in devices if each.id not in beyond), beyond
 
 
 def _unusable(device: GPUDevice) -> str | None:
@@ -79,6 +92,10 @@ def _unusable(device: GPUDevice) -> str | None:
         return f"{state}: {device.state_reason}" if device.state_reason else state
     if device.memory_usable_bytes is None and device.memory_available is None and device.memory_bytes is None:
         return "nobody tells how much memory it has"
+    sizes = (device.memory_usable_bytes, device.memory_available, device.memory_bytes)
+    usable = next(size for size in sizes if size is not None)
+    if not 0 <= usable <= MOST_BYTES:
+        return f"it says that it has {shortened(str(usable), 30)} bytes"
     return None
 
 

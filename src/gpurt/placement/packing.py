@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -65,21 +66,22 @@ def fullest(instance: Instance, high: Ints) -> tuple[int, list[int], bool]:
 def _fullest_node(instance: Instance, high: Ints, units: NDArray[np.intp]) -> tuple[list[int], bool]:
     classes = np.flatnonzero(instance.uses[units].any(axis=0))
     room = instance.available[classes]
-    need = [tuple(int(use) for use in instance.uses[unit, classes]) for unit in units]
+    uses_of = instance.uses[np.ix_(units, classes)]
     if len(units) == len(classes):
-        found = [
-            int(unit) for unit, uses in zip(units, need, strict=True) for _ in range(int(room[int(np.argmax(uses))]))
-        ]
-        return found, True
-    if int((room + 1).prod()) > _STATES:
-        rate = high[units] / np.array([sum(uses) for uses in need])
-        spare: list[int] = [int(have) for have in room]
+        return np.repeat(units, room[np.argmax(uses_of, axis=1)]).tolist(), True
+    # As Python's integers: of sixty classes the product is beyond 64 bits.
+    if math.prod(have + 1 for have in room.tolist()) > _STATES:
+        rate = high[units] / uses_of.sum(axis=1)
+        spare = room.copy()
         chosen: list[int] = []
-        for place in map(int, np.argsort(-rate, kind="stable")):
-            while all(have >= take for have, take in zip(spare, need[place], strict=True)):
-                spare = [have - take for have, take in zip(spare, need[place], strict=True)]
-                chosen.append(int(units[place]))
+        for place in np.argsort(-rate, kind="stable").tolist():
+            needed = np.flatnonzero(uses_of[place])
+            takes = uses_of[place, needed]
+            times = int((spare[needed] // takes).min())
+            spare[needed] -= times * takes
+            chosen += [int(units[place])] * times
         return chosen, False
+    need = [tuple(uses) for uses in uses_of.tolist()]
     # By what is free: the most layers that units hold in it, one kind of unit after the other, as often as it fits.
     best = np.zeros(room + 1, dtype=np.int64)
     for unit, uses in zip(units, need, strict=True):

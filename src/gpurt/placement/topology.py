@@ -154,6 +154,11 @@ class LinkMatrix:
     """Bytes/s."""
     estimated: NDArray[np.bool_]
 
+    def of(self, rows: Sequence[int]) -> LinkMatrix:
+        """The links among some of the devices, by their places."""
+        pairs = np.ix_(rows, rows)
+        return LinkMatrix(self.latency[pairs], self.bandwidth[pairs], self.estimated[pairs])
+
     def seconds(self, payload_bytes: float) -> NDArray[np.float64]:
         """Time to hand over so many bytes; infinite where no number is as large."""
         with np.errstate(over="ignore"):

@@ -11,8 +11,9 @@ from gpurt.placement.arguments import check_count
 from gpurt.placement.errors import InvalidPlacementInput
 from gpurt.placement.record import PlacementRecord
 
-MAX_NUMBER: Final = 2**64 - 1
-"""Of a term and of a number within it: they fit 64 bits."""
+MAX_NUMBER: Final = 2**63 - 1
+"""The greatest term, and the greatest number within a term: both fit a signed integer of 64 bits, which every language
+has. Nanoseconds since 1970, by which some elect masters, fit until 2262."""
 
 
 @total_ordering
@@ -34,7 +35,7 @@ class PlanVersion(PlacementRecord):
             term: of the master that makes the plan; None: the term of this version.
 
         Raises:
-            InvalidPlacementInput: ``term`` is no term, or an earlier one, or the number has reached 64 bits.
+            InvalidPlacementInput: ``term`` is no term, or an earlier one, or the number has reached ``MAX_NUMBER``.
         """
         if term is not None:
             check_count(term, "term", least=0, most=MAX_NUMBER)

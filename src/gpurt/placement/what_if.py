@@ -41,7 +41,8 @@ def what_ifs(
 ) -> tuple[WhatIf, ...]:
     """Twice the memory everywhere, links twice as fast, half of the context: the greatest gain first.
 
-    Blocks for up to ``time_budget`` seconds for each. A change whose plan was not found in that time is left out.
+    Blocks for up to ``time_budget`` seconds for each. A change whose plan was not found in that time is left out, and
+    so are all after ``cancelled()`` became true.
 
     Raises: InvalidPlacementInput, where an argument is of another kind.
     """
@@ -49,6 +50,8 @@ def what_ifs(
     check_kind(plan, Plan, "plan")
     found: list[WhatIf] = []
     for change, others, links, rules in _changes(devices, topology, constraints):
+        if cancelled():
+            break
         try:
             other = ConstraintSatisfactionPlacement().solve_placement(
                 model,

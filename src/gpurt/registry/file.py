@@ -25,8 +25,9 @@ from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from pydantic import BaseModel
 
-from gpurt.errors import GPUError
+from gpurt.errors import GPUError, UntrustedFile
 from gpurt.registry.newer import Reading, Records, Unreadable
+from gpurt.registry.trust import check_trusted
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -84,6 +85,9 @@ class JsonFile(Generic[M]):
 
         Records and fields that are not understood are left out, with a line in the log for each.
         Of a corrupt file it is the last good copy. The file is put aside, unless that is left to somebody else.
+
+        Raises:
+            UntrustedFile: another user can have written it.
         """
         reading = self._load(put_aside=put_aside)
         return None if reading is None else cast("M", reading.value)
@@ -96,6 +100,8 @@ class JsonFile(Generic[M]):
         except RegistryTooNew as exc:
             _log.warning("%s", exc)
             return None
+        except UntrustedFile:
+            raise
         except OSError as exc:
             _log.warning("registry %s cannot be read: %s", self.path, exc)
             return None
@@ -107,6 +113,7 @@ class JsonFile(Generic[M]):
 
         Raises:
             RegistryTooNew: the file is of a newer schema; it is unchanged.
+            UntrustedFile: another user can have written it; it is unchanged.
             OSError: no permission, disk full, lock not granted; the file is unchanged. Of the directories only the
                 last is made, but for the user's state directory, which is.
         """
@@ -145,6 +152,7 @@ class JsonFile(Generic[M]):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         with os.fdopen(descriptor, "rb") as file:
+            check_trusted(path, descriptor)
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise CorruptRegistry(f"larger than {MAX_FILE_BYTES} bytes")

@@ -7,11 +7,13 @@ Every method blocks, and is safe to call from several threads and processes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gpurt.errors import UntrustedFile
 from gpurt.registry.file import SCHEMA_VERSION, JsonFile
 from gpurt.registry.newer import Records
 from gpurt.registry.records import (
@@ -38,6 +40,9 @@ class Measurements(BaseModel):
     """What devices were measured to do (:mod:`gpurt.calibration`)."""
     topology: tuple[Link, ...] = ()
     """What was measured between devices."""
+
+
+_log = logging.getLogger("gpurt.registry")
 
 
 class MeasuredDocument(Measurements):
@@ -122,7 +127,11 @@ class MeasuredFile(JsonFile[MeasuredDocument]):
 
     def _content(self) -> MeasuredDocument:
         # A corrupt file stays for discovery, which tells its users that it was one.
-        return self.load(put_aside=False) or MeasuredDocument()
+        try:
+            return self.load(put_aside=False) or MeasuredDocument()
+        except UntrustedFile as exc:
+            _log.warning("nothing of what was measured is used: %s", exc)
+            return MeasuredDocument()
 
     def _change_parts(self, change: Callable[[Measurements, bool], Measurements]) -> None:
         """Change the measurements of real devices, and those of simulated ones (True)."""

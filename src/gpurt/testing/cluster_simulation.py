@@ -79,8 +79,15 @@ class SimulationReport:
         return {"schema": 1, **asdict(self), "ok": self.ok}
 
 
-async def simulate(config: SimulationConfig) -> SimulationReport:
+OnProgress = Callable[[str, float, float], None]
+"""Called with what is being done, how much of it is done, and how much there is to do."""
+
+
+async def simulate(config: SimulationConfig, *, on_progress: OnProgress | None = None) -> SimulationReport:
     """Run the simulation. Cancelled, it ends all its processes.
+
+    Args:
+        on_progress: called on the loop, five times a second.
 
     Raises:
         BusUnavailable: no library for the bus. GPUError: a process of nodes has failed or does not get ready.
@@ -92,6 +99,10 @@ async def simulate(config: SimulationConfig) -> SimulationReport:
         watching = asyncio.create_task(_count(view, seen))
         stack.callback(watching.cancel)
         begin = time.monotonic()
+        stepping: list[float] = []
+        if on_progress is not None:
+            telling = asyncio.create_task(_tell(on_progress, config, view, stepping))
+            stack.callback(telling.cancel)
         nodes = [
             await stack.enter_async_context(_started(endpoint, process, config)) for process in range(config.processes)
         ]
@@ -102,12 +113,13 @@ async def simulate(config: SimulationConfig) -> SimulationReport:
             )
         report.joined_s = time.monotonic() - begin
         processor = time.process_time()
+        stepping.append(time.monotonic())
         for each in nodes:
             each.go_on()
-        freezing = asyncio.gather(*(_freeze(freeze, nodes[freeze.process]) for freeze in freezes))
-        stack.callback(freezing.cancel)
+        freezing = [asyncio.create_task(_freeze(freeze, nodes[freeze.process])) for freeze in freezes]
+        stack.push_async_callback(_end, freezing)
         said = await asyncio.gather(*(each.line() for each in nodes))
-        await freezing
+        await asyncio.gather(*freezing)
         ended = time.monotonic()
         truth: dict[str, Any] = {name: true for each in said for name, true in each["truth"].items()}
 
@@ -202,6 +214,23 @@ async def _count(view: JudgedView, seen: Counter[str]) -> None:
     async for change in view.changes():
         if change.device is None:
             seen[change.kind] += 1
+
+
+async def _tell(on_progress: OnProgress, config: SimulationConfig, view: JudgedView, stepping: list[float]) -> None:
+    while True:
+        if not stepping:
+            on_progress("nodes join", len(view.snapshot().nodes), config.nodes)
+        elif (over := time.monotonic() - stepping[0]) < config.seconds:
+            on_progress("changes and faults", over, config.seconds)
+        else:
+            on_progress("the view is compared with the nodes", 1, 1)
+        await asyncio.sleep(0.2)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _freeze(freeze: Freeze, nodes: _Nodes) -> None:

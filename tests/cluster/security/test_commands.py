@@ -91,8 +91,7 @@ async def test_from_init_to_a_node_that_is_enrolled_while_all_run(
     assert "node w1 is connected from tls/127.0.0.1" in first.said()
     assert await asyncio.to_thread(main, ["cluster", "enrol", "w3", "--dir", str(made.folder)]) == 0
     three = await asyncio.to_thread(worker, "w3")
-    await until(lambda: "'w3' has a certificate of this cluster, but is not on the roster" in first.said(), timeout=30)
-    assert set(nodes(first)) == {"w1"}
+    await until(lambda: nodes(first) == {"w1": "healthy", "w3": "healthy"}, "w3, with the hub as it is", timeout=30)
     assert await asyncio.to_thread(first.end) == 143
     second = await asyncio.to_thread(master, "second")
     await until(lambda: nodes(second) == {"w1": "healthy", "w3": "healthy"}, "both", timeout=30)
@@ -149,7 +148,8 @@ def test_what_the_guide_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cluster = [words[1:] for words in COMMANDS if words[:2] == ["gpurt", "cluster"]]
+    # Those that make files; one that speaks to nodes needs a hub.
+    cluster = [words[1:] for words in COMMANDS if words[:2] == ["gpurt", "cluster"] and "reset-term" not in words]
     assert len(cluster) >= 6
     for words in cluster:
         assert main(words) == 0, words

@@ -159,7 +159,7 @@ def test_nobody_may_do_what_is_not_allowed(made: Made) -> None:
         for name in ("w1", "w2")
     }
     given = {policy["subjects"][0]: set(policy["rules"]) & {*writes, "speaking"} for policy in rules["policies"]}
-    assert given == {"w1": {"own-w1"}, "w2": {"own-w2"}, "m1": {"speaking"}, "o1": set()}
+    assert given == {"w1": {"own-w1"}, "w2": {"own-w2"}, "m1": {"speaking"}, "o1": set(), "anybody": set()}
 
 
 def test_roles_are_all_there() -> None:

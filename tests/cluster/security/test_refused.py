@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpurt.cluster.board import ReadingsBoard
-from gpurt.cluster.bus import MAX_STATE_BYTES
+from gpurt.cluster.bus import MAX_STATE_BYTES, NodeUp
+from gpurt.cluster.changes import ChangeKind
 from gpurt.cluster.commands import request_rediscovery
 from gpurt.cluster.envelope import MAX_EVENT_BYTES
 from gpurt.cluster.errors import BusUnavailable, ClusterError, NoAnswer
@@ -30,6 +31,7 @@ from gpurt.cluster.security.tls import tls_values
 from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.zenoh_engine import ZenohEngine
+from gpurt.cluster.zenoh_hub import Admission
 from gpurt.cluster.zenoh_settings import ZenohSettings, load_zenoh, session_config
 from gpurt.discovery.result import DiscoveryResult
 from tests.cluster.security.conftest import Attack, Made
@@ -190,18 +192,28 @@ async def test_a_name_of_ones_own(made: Made, hub: ZenohEngine) -> None:
 async def test_who_is_not_on_the_roster_is_told_by_the_hub_and_not_heard(
     made: Made, hub: ZenohEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And is heard as soon as the roster has it, without a new start of the hub, which loses nobody meanwhile."""
+    roster = made.hub / "roster.json"
+    before = roster.read_bytes()
     await asyncio.to_thread(enrol, made.folder, "w3")
-    async with watched(hub) as (view, _), joined(made, "w3"):
+    after = roster.read_bytes()
+    roster.write_bytes(before)
+    async with watched(hub) as (view, _), joined(made, "w1"), joined(made, "w3") as refused:
         await until(lambda: "'w3' has a certificate of this cluster, but is not on the roster" in caplog.text)
+        await until(lambda: view.node("w1"))
         assert view.node("w3") is None
-        await hub.close()
-        again = made.engine(made.hub, listen=True)
-        await again.start()
-        try:
-            async with watched(again) as (view, _):
-                await until(lambda: view.node("w3"), "the node, which has connected again by itself")
-        finally:
-            await again.close()
+        assert await refused.admission("w3") == Admission("test", listed=False)
+        assert await refused.admission("w1") == Admission("test", listed=True)
+        changes = view.changes()
+        roster.write_bytes(after)
+        await until(lambda: view.node("w3"), "the node, which has connected again by itself")
+        await until(lambda: view.snapshot().nodes["w1"].state == "healthy")
+        assert await refused.admission("w3") == Admission("test", listed=True)
+        changes.close()
+        assert not {change.kind async for change in changes} & {ChangeKind.NODE_SUSPECT, ChangeKind.NODE_LOST}
+        roster.write_bytes(before)
+        await until(lambda: view.snapshot().nodes["w3"].state == "lost", "w3, which was revoked", timeout=20)
+        assert view.snapshot().nodes["w1"].state == "healthy"
 
 
 # What they may say
@@ -362,7 +374,9 @@ async def test_a_stale_term_is_refused(made: Made, hub: ZenohEngine, caplog: pyt
     await start(engine)
     try:
         publisher = NodePublisher(engine, "w1", host=HOST_A, epoch=E2, rediscover=look)
+        seen = await hub.subscribe()
         await publisher.start(result(device()))
+        assert await anext(seen) == NodeUp("w1")  # what it answers is known to the hub by then
         assert (await request_rediscovery(hub, "w1", term=5, timeout=5))["devices"] == 1
         before = publisher.position
         with pytest.raises(ClusterError, match="command of term 4 refused: a master of term 5 has spoken"):

@@ -53,6 +53,12 @@ def access_control(cluster: str, roster: Mapping[str, Role]) -> dict[str, Any]:
     rule("membership", ["liveliness_query", "declare_liveliness_subscriber"], [node_key(cluster, ANY, ANY)])
     rule("everything", _READ, _whole(tree))
     rule("speaking", _WRITE, spoken)
+    # Whoever has a certificate of the authority may ask whether the hub knows its name: else it would wait in vain.
+    door = [f"{tree}/door/*"]
+    rule("asking", ["query"], door)
+    rule("answered", ["reply", "declare_queryable"], door, flow="egress")
+    subjects.append({"id": "anybody"})
+    policies.append({"rules": ["asking", "answered"], "subjects": ["anybody"]})
     for name, role in roster.items():
         if role is Role.HUB:
             continue  # its own session passes no link
@@ -63,10 +69,6 @@ def access_control(cluster: str, roster: Mapping[str, Role]) -> dict[str, Any]:
             given.append(own)
         subjects.append({"id": name, "cert_common_names": [name]})
         policies.append({"rules": given, "subjects": [name]})
-    if not subjects:
-        # zenoh wants at least one; a name that no certificate can have.
-        subjects.append({"id": "nobody", "cert_common_names": ["/"]})
-        policies.append({"rules": ["sent-on"], "subjects": ["nobody"]})
     return {
         "enabled": True,
         "default_permission": "deny",

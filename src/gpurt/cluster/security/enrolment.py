@@ -47,6 +47,8 @@ from gpurt.cluster.security.identity import (
     read_roster,
     renewal_due,
 )
+from gpurt.errors import UntrustedFile
+from gpurt.registry.trust import check_trusted
 
 AUTHORITY_KEY: Final = "ca.key"
 HUB: Final = "hub"
@@ -112,8 +114,9 @@ def enrol(
         CredentialsRefused: no authority there, the name has another role, or its certificate has long to go.
         InvalidName: name.
     """
-    check_name(name, "node")
-    if role is Role.HUB and name != HUB:
+    if role is not Role.HUB:
+        check_name(name, "node")
+    elif name != HUB:
         raise CredentialsRefused(f"the hub's name is {HUB!r}, not {name!r}")
     folder = Path(folder)
     place, authority = read_place(folder, made_by="gpurt cluster init"), _authority(folder)
@@ -208,9 +211,13 @@ def _authority(folder: Path) -> Issued:
     load_cryptography()
     try:
         check_private(folder / AUTHORITY_KEY)
+        for each in (AUTHORITY, AUTHORITY_KEY):
+            check_trusted(folder / each)
         certificate, key = (folder / AUTHORITY).read_bytes(), (folder / AUTHORITY_KEY).read_bytes()
         load_key(key)
         return Issued(certificate, key, load_certificate(certificate).not_valid_after_utc)
+    except UntrustedFile as exc:
+        raise CredentialsRefused(exc.message, hint=exc.hint) from exc
     except OSError as exc:
         raise CredentialsRefused(
             f"no authority in {folder}: {exc.strerror}", hint="gpurt cluster init DIR makes one"

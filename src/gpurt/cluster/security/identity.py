@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gpurt.cluster.envelope import strict_json, summary
 from gpurt.cluster.errors import ClusterError
 from gpurt.cluster.keys import check_name
+from gpurt.cluster.message_limits import strict_json, summary
 from gpurt.cluster.security.authority import Role, load_certificate, load_cryptography, load_key
 from gpurt.cluster.security.errors import CredentialsRefused
 from gpurt.cluster.security.files import check_private
 from gpurt.cluster.security.loopback import is_loopback
 from gpurt.cluster.zenoh_settings import check_endpoint
+from gpurt.errors import UntrustedFile
+from gpurt.registry.trust import check_trusted
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -218,7 +220,11 @@ def _json(path: Path, made_by: str = "gpurt cluster enrol") -> Any:
 
 def _read(path: Path, made_by: str = "gpurt cluster enrol") -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            check_trusted(path, file.fileno())
+            return file.read()
+    except UntrustedFile as exc:
+        raise CredentialsRefused(exc.message, hint=exc.hint) from exc
     except OSError as exc:
         raise CredentialsRefused(
             f"cannot read {path}: {exc.strerror}", hint=f"give the folder that {made_by} made"

@@ -57,6 +57,12 @@ def check_protected(endpoint: str, *, tls: bool, insecure: bool) -> None:
         )
 
 
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Of an endpoint that has both; an IPv6 address without its brackets."""
+    host, _, port = endpoint.partition("/")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_loopback(endpoint: str) -> bool:
     """Only this machine can reach it. A name is not looked up: what it means may change, but ``localhost`` may not."""
     match = _HOST.fullmatch(endpoint)

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from gpurt.cluster.security.authority import Role
 from gpurt.cluster.security.errors import CredentialsRefused
-from gpurt.cluster.security.identity import Identity, load_identity
+from gpurt.cluster.security.identity import Identity, load_identity, read_roster
 from gpurt.cluster.security.refusal import refusal
 from gpurt.cluster.security.tls import client_context, tls_values
 from gpurt.cluster.security.watch import watch_links
@@ -35,6 +36,7 @@ class Protection:
         self._folder = Path(folder)
         self._cluster, self._endpoint, self._listen = cluster, endpoint, listen
         self._identity: Identity | None = None
+        self._unreadable = ""
         self._reminder: asyncio.TimerHandle | None = None
 
     def values(self, zenoh: Any) -> dict[str, Any]:
@@ -90,6 +92,25 @@ class Protection:
     def watch(self, session: Any, callbacks: SessionCallbacks, opened: Any) -> None:
         assert self._identity is not None
         watch_links(session, callbacks, opened, self._identity.roster)
+
+    def roster_changed(self) -> bool:
+        """Whether the roster on the disk is another than that of ``values``. Blocks. One that cannot be read is none:
+        that is said once, and the hub goes on with what it has."""
+        assert self._identity is not None
+        try:
+            roster = read_roster(self._folder)
+        except CredentialsRefused as exc:
+            if str(exc) != self._unreadable:
+                self._unreadable = str(exc)
+                _log.warning("the hub goes on with the roster that it has: %s", exc)
+            return False
+        self._unreadable = ""
+        return roster != self._identity.roster
+
+    @property
+    def roster(self) -> Mapping[str, Role]:
+        assert self._identity is not None
+        return self._identity.roster
 
     def trouble(self) -> str | None:
         """What is wrong with the certificate by now: a reason why a connection has ended and does not come back."""
