@@ -352,7 +352,8 @@ class DriverBackend(GPUBackend):
             raise
         if isinstance(job, Job):
             return self._finish(opening, job, operation)
-        return _give_way(job) if opening.dispatch.turn.is_long() else job
+        turn = opening.dispatch.turn
+        return _give_way(job) if turn.began is not None and turn.is_long() else job
 
     async def _call(self, operation: str, prepare: Callable[..., Any], *args: Any) -> Any:
         """``_begin``, awaited."""
@@ -489,9 +490,7 @@ class DriverBackend(GPUBackend):
         block = opening.allocator.take(index, size)
         if block is not None:
             opening.ledger.commit(device_id, size)
-            allocation = opening.handles.add(device_id, size, block)
-            allocation.delivered = True
-            return allocation.handle
+            return opening.handles.add(device_id, size, block, delivered=True).handle
         return opening.dispatch.submit(Allocate(opening, device_id, size), index, "memory")
 
     async def deallocate(self, handle: MemoryHandle) -> None:

@@ -29,13 +29,13 @@ class Allocation(Chain):
 
     __slots__ = ("_views", "block", "delivered", "exported", "handle", "index", "token")
 
-    def __init__(self, handle: MemoryHandle, block: Block) -> None:
+    def __init__(self, handle: MemoryHandle, block: Block, delivered: bool) -> None:
         self.tail = None
         self.handle = handle
         self.block = block
         self.index = block.index
         self.token = block.token
-        self.delivered = False
+        self.delivered = delivered
         """Its user has the handle; until then it is only reserved in the ledger."""
         self.exported = False
         """Another library had its device address, and may have work queued on it that we know nothing of."""
@@ -80,9 +80,10 @@ class HandleTable:
     def __iter__(self) -> Iterator[Allocation]:
         return iter(list(self._live.values()))
 
-    def add(self, device_id: str, size_bytes: int, block: Block) -> Allocation:
-        handle = MemoryHandle(next(self._ids), device_id, size_bytes, self.generation)
-        allocation = self._live[handle.handle_id] = Allocation(handle, block)
+    def add(self, device_id: str, size_bytes: int, block: Block, *, delivered: bool = False) -> Allocation:
+        number = next(self._ids)
+        handle = MemoryHandle(number, device_id, size_bytes, self.generation)
+        allocation = self._live[number] = Allocation(handle, block, delivered)
         return allocation
 
     def get(self, handle: MemoryHandle) -> Allocation:
