@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpurt.cluster.answering import Answering
+from gpurt.cluster.bus import HubAway, HubBack, NodeUp
 from gpurt.cluster.changes import ChangeKind
 from gpurt.cluster.errors import BusUnavailable
 from gpurt.cluster.master import MasterConfig, run_master
@@ -21,7 +22,9 @@ from gpurt.cluster.view import HUB_GRACE_S, MasterView
 from gpurt.cluster.worker import WorkerConfig, run_worker, why_refused
 from gpurt.cluster.zenoh_engine import ZenohEngine
 from gpurt.cluster.zenoh_hub import MAX_ADMISSION_BYTES, Admission, admission_of
+from gpurt.cluster.zenoh_subscription import ZenohSubscription
 from tests.cluster.support import FakeClock, device, free_port, snapshot, until
+from tests.stories.chaos_proxy import ChaosProxy
 
 NODES = ("n1", "n2", "n3")
 
@@ -194,6 +197,32 @@ def test_what_a_worker_says_of_a_refusal() -> None:
 )
 def test_what_is_no_answer_of_a_hub(payload: bytes) -> None:
     assert admission_of(payload) is None
+
+
+async def test_after_a_return_of_the_hub_each_node_that_is_there_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what zenoh tells of tokens by itself has come too early."""
+    by_itself, told = True, ZenohSubscription._on_token  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(ZenohSubscription, "_on_token", lambda self, sample: told(self, sample) if by_itself else None)
+    port = free_port()
+    proxy = await ChaosProxy(port, "0").open()
+    engines = [
+        ZenohEngine(cluster="lab", endpoint=f"tcp/127.0.0.1:{at}", listen=listen)
+        for at, listen in ((port, True), (port, False), (proxy.port, False))
+    ]
+    for each in engines:
+        await each.start()
+    _, node, watcher = engines
+    await node.join("n1", b"state")
+    subscription = await watcher.subscribe()
+    async with asyncio.timeout(30):
+        assert await anext(subscription) == NodeUp("n1")
+        by_itself = False
+        proxy.cut()
+        assert isinstance(await anext(subscription), HubAway | HubBack)
+        while await anext(subscription) != NodeUp("n1"):
+            pass
+    await asyncio.gather(*(each.close() for each in engines))
+    await proxy.close()
 
 
 async def test_an_answer_that_cannot_be_sent_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from gpurt.cluster.state import encode_snapshot
 from gpurt.cluster.view import MasterView
 from gpurt.cluster.worker import Worker, WorkerConfig, run_worker
 from gpurt.cluster.zenoh_engine import ZenohEngine
-from gpurt.cluster.zenoh_settings import calm_runtime
+from gpurt.cluster.zenoh_settings import ZenohSettings, calm_runtime, load_zenoh, session_config
 from tests.cluster.support import E1, Child, device, event_bytes, free_port, snapshot, until
 
 
@@ -158,6 +158,14 @@ async def test_worker_process_to_master_process(endpoint: str, children: list[Ch
     assert await picture(5, w1="healthy", w2="healthy") == everything
     assert children[-1].end() == 0
     await picture(3, w1="left", w2="healthy")
+
+
+def test_a_hub_waits_for_a_slow_reader_for_less_time_than_a_node_may_be_silent() -> None:
+    settings = ZenohSettings()
+    config = session_config(load_zenoh(), "tcp/127.0.0.1:7447", listen=True, settings=settings)
+    waits_us = json.loads(config.get_json("transport/link/tx/queue/congestion_control/block/wait_before_close"))
+    # Each shows twice in a lease that it is there; a hub that waits reads nothing of anybody.
+    assert waits_us / 1e6 < settings.lease_s / 2
 
 
 async def test_a_worker_waits_for_its_hub_and_is_cancelled_cleanly(endpoint: str, tmp_path: Path) -> None:

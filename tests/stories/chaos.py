@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -467,23 +468,19 @@ class Chaos:
         await asyncio.to_thread(session.close)
 
     async def _flood(self, name: str) -> None:
-        session, end = self._session(name), time.monotonic() + 2.0
-
-        def pour() -> None:
-            while time.monotonic() < end:
-                session.put(node_key("chaos", name, EVENTS), b"x" * 1000)
-            session.close()
-
-        await asyncio.to_thread(pour)
+        folder = self.folder / "cluster" / "nodes" / name if self.options.tls else None
+        flooding = multiprocessing.get_context("spawn").Process(
+            target=pour, args=(self.address(self.port), name, folder), daemon=True
+        )
+        flooding.start()
+        await asyncio.to_thread(flooding.join, START_S)
+        if flooding.exitcode != 0:
+            self.report.violations.append(f"the flood itself has ended with {flooding.exitcode}")
+            flooding.kill()
 
     def _session(self, name: str) -> Any:
-        from gpurt.cluster.security.protection import Protection
-        from gpurt.cluster.zenoh_settings import ZenohSettings, load_zenoh, session_config
-
-        zenoh, at = load_zenoh(), self.address(self.port)
         folder = self.folder / "cluster" / "nodes" / name
-        values = Protection(folder, "chaos", at, listen=False).values(zenoh) if self.options.tls else None
-        return zenoh.open(session_config(zenoh, at, listen=False, settings=ZenohSettings(), protection=values))
+        return session_of(self.address(self.port), folder if self.options.tls else None)
 
     # What is true
 
@@ -527,6 +524,25 @@ class Chaos:
         if any(states.get(name) != "healthy" for name in self.names):
             return f"gpurt master has {states}"
         return None
+
+
+def session_of(at: str, folder: Path | None) -> Any:
+    """Who is at the hub by itself, with the certificate in ``folder``."""
+    from gpurt.cluster.security.protection import Protection
+    from gpurt.cluster.zenoh_settings import ZenohSettings, load_zenoh, session_config
+
+    zenoh = load_zenoh()
+    values = None if folder is None else Protection(folder, "chaos", at, listen=False).values(zenoh)
+    return zenoh.open(session_config(zenoh, at, listen=False, settings=ZenohSettings(), protection=values))
+
+
+def pour(at: str, name: str, folder: Path | None) -> None:
+    """Send garbage as events of ``name`` for two seconds, as fast as one process can."""
+    session = session_of(at, folder)
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        session.put(node_key("chaos", name, EVENTS), b"x" * 1000)
+    session.close()
 
 
 def _from(path: Path, at: int) -> bytes:

@@ -64,6 +64,10 @@ T = TypeVar("T")
 CLOSE_TIMEOUT_S: Final = 5.0
 ROSTER_S: Final = 1.0
 """Between two looks at whether a hub's roster has changed."""
+PRESENT_FIRST_S: Final = 0.2
+PRESENT_ATTEMPTS: Final = 6
+"""For six seconds after a return of the hub, the pause doubling, it is asked who is there: less than
+:data:`gpurt.cluster.view.HUB_GRACE_S`."""
 REOPEN_ATTEMPTS: Final = 8
 """To listen where the hub listened a moment before; 25 s in all."""
 
@@ -251,8 +255,33 @@ class ZenohEngine:
         watch_hub(session, callbacks, self.endpoint, zenoh.SampleKind.PUT, in_use, trouble, tell)
 
     def _returned(self) -> None:
+        if self._opened is not None:
+            for subscription in tuple(self._subscriptions):
+                self._ask_who_is_there(self._opened, subscription)
         if self.on_return is not None and self._opened is not None:
             self.on_return()
+
+    def _ask_who_is_there(self, opened: _Opened, subscription: ZenohSubscription, attempt: int = 1) -> None:
+        """Until somebody is: a connection that has just been opened may lead nowhere yet."""
+        lane, loop = self._lane, self._the_loop()
+        if lane is None or self._opened is not opened or subscription not in self._subscriptions:
+            return
+
+        def nobody() -> None:  # on a thread of zenoh
+            if attempt < PRESENT_ATTEMPTS:
+                pause = PRESENT_FIRST_S * 2 ** (attempt - 1)
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+                    loop.call_soon_threadsafe(
+                        loop.call_later, pause, self._ask_who_is_there, opened, subscription, attempt + 1
+                    )
+
+        def ask() -> None:
+            try:
+                subscription.ask_who_is_there(opened.callbacks, opened.session, self._cluster, nobody)
+            except self._zenoh.ZError as exc:
+                _log.info("the hub could not be asked who is there, and is asked at its next return: %s", plain(exc))
+
+        lane.submit(ask)
 
     async def admission(self, name: str, *, timeout: float = 2.0) -> Admission | None:
         """What the hub says of ``name`` and of itself; None: nothing, as a hub of an earlier version."""

@@ -26,6 +26,9 @@ MAX_MESSAGE_BYTES: Final = MAX_STATE_BYTES + (64 << 10)
 ACCEPT_TIMEOUT_MS: Final = 3000
 """For two round trips. zenoh's own default, 10 s, lets ten silent connections a second fill all places."""
 ACCEPT_PENDING: Final = 4096
+SLOW_READER_US: Final = 500_000
+"""For how long a hub waits for room to one participant before it ends that connection. It is made again at once, and
+what was missed comes with a snapshot."""
 MAX_SESSIONS: Final = 4096
 """zenoh's own default, 1,000, leaves no room beside a thousand nodes for those who watch them."""
 
@@ -139,6 +142,9 @@ def session_config(
         },
         "transport/link/tx/lease": round(settings.lease_s * millis),
         "transport/link/tx/keep_alive": 2,
+        # A hub reads on one thread. It must not wait longer for an observer that reads too slowly than a node may be
+        # silent: zenoh's own default is 5 s, within which every other connection would be given up.
+        **({"transport/link/tx/queue/congestion_control/block/wait_before_close": SLOW_READER_US} if listen else {}),
         # Who has connected and says nothing holds one of the places for those who are just being let in.
         "transport/unicast/accept_timeout": ACCEPT_TIMEOUT_MS,
         "transport/unicast/accept_pending": ACCEPT_PENDING,

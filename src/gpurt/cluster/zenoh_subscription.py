@@ -19,6 +19,9 @@ CHANNEL_EVENTS: Final = 8192
 """Between zenoh and the thread that takes them out. It takes whatever comes, so that it is full only while the
 interpreter keeps that thread from running."""
 
+PRESENT_S: Final = 10.0
+"""For the hub to say which tokens are there."""
+
 _log = logging.getLogger("gpurt.cluster.zenoh")
 
 
@@ -58,6 +61,31 @@ class ZenohSubscription(Inbox):
                 node_key(cluster, ANY, ANY), callbacks.wrap(self._on_token), history=True
             )
         )
+
+    def ask_who_is_there(
+        self, callbacks: SessionCallbacks, session: Any, cluster: str, nobody: Callable[[], None]
+    ) -> None:
+        """Have a ``NodeUp`` come for every token that is there now. zenoh tells of tokens again after a reconnection,
+        but on another thread than of the hub itself: what it tells may come before the word that the hub was away, and
+        would count for nothing after it.
+
+        Args:
+            nobody: called on a thread of zenoh where there is none.
+        """
+        found = False
+
+        def present(reply: Any) -> None:
+            nonlocal found
+            if reply.ok and (node := self._node_of(reply.ok)) is not None:
+                found = True
+                self.post(NodeUp(node))
+
+        def end() -> None:
+            if not found:
+                nobody()
+
+        key = node_key(cluster, ANY, LIVE)
+        session.liveliness().get(key, callbacks.wrap(present, on_end=end), timeout=PRESENT_S)
 
     def undeclare(self) -> None:
         while self._declared:

@@ -189,6 +189,7 @@ async def test_a_name_of_ones_own(made: Made, hub: ZenohEngine) -> None:
     assert await hub.snapshot("*") == ()
 
 
+@pytest.mark.wide
 async def test_who_is_not_on_the_roster_is_told_by_the_hub_and_not_heard(
     made: Made, hub: ZenohEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
