@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ReasonCode,
         TransferFailed,
         Unsupported,
+        UntrustedFile,
         WrongLoop,
     )
     from gpurt.factory import (
@@ -108,6 +109,7 @@ __all__ = [
     "Telemetry",
     "TransferFailed",
     "Unsupported",
+    "UntrustedFile",
     "WrongLoop",
     "__version__",
     "clear_backend_override",
@@ -133,7 +135,7 @@ _HOMES = {
     "gpurt.errors": (
         *("BackendClosed", "BackendUnavailable", "CompileFailed", "DeviceLost", "DeviceNotFound", "DeviceUnresponsive"),
         *("GPUError", "HandleInUse", "InvalidHandle", "OutOfMemory", "OutOfRange", "ReasonCode", "TransferFailed"),
-        *("Unsupported", "WrongLoop"),
+        *("Unsupported", "UntrustedFile", "WrongLoop"),
     ),
     "gpurt.factory": (
         *("PLATFORM_BACKEND_PRIORITY", "GPUBackendFactory", "clear_backend_override", "create_backend"),

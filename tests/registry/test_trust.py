@@ -48,7 +48,7 @@ def refusal(path: Path) -> str | None:
 
 class Status:
     def __init__(self, kind: int, owner: int, group: int, mode: int) -> None:
-        self.st_uid, self.st_gid, self.st_mode = owner, group, kind | mode
+        self.st_uid, self.st_gid, self.st_mode, self.st_size = owner, group, kind | mode, 2
 
 
 @pytest.mark.parametrize("me", [0, 1000])
