@@ -104,7 +104,7 @@ async def test_cards_are_listed_with_identity_and_memory_although_cupy_is_missin
 async def test_every_failure_has_its_reason_and_harms_nobody(
     services: Callable[..., GPUDiscoveryService], scenario: str, reason: ReasonCode
 ) -> None:
-    started = time.monotonic()
+    started, before = time.monotonic(), probes_alive()  # servers of other tests may be children, too
     result = await services(scenario).discover_all_devices()
     assert time.monotonic() - started < 5.0
     report = result.reports[0]
@@ -113,7 +113,7 @@ async def test_every_failure_has_its_reason_and_harms_nobody(
     assert report.message
     assert [device.device_id for device in result.devices] == ["cpu:0"]
     assert result.devices[0].usable
-    assert probes_alive() == []
+    assert set(probes_alive()) <= set(before)
 
 
 async def test_what_a_library_prints_is_not_an_answer(services: Callable[..., GPUDiscoveryService]) -> None:

@@ -490,8 +490,8 @@ MUTANTS = [
     Mutant(
         "lanes outlive their opening",
         "runtime/opening.py",
-        "        dispatch.stop()\n        with self._lock:",
-        "        with self._lock:",
+        "        dispatch.stop()\n        self.host_pool",
+        "        self.host_pool",
         "many_lives",
     ),
     Mutant(

@@ -1,7 +1,8 @@
 """Nothing outlives its call: no cycle of references is left, whatever became of it, and no document with an error.
 
 The collector is off while each case runs, and must find nothing afterwards: not an exception with its traceback, a
-frame of the caller, or an object that the header became.
+frame of the caller, or an object that the header became. What threads of other tests leave would count, so these run in
+a process of their own, which ``test_in_a_process_of_its_own`` starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import subprocess
+import sys
 import threading
 import tracemalloc
 import types
@@ -30,6 +34,9 @@ from gpurt.weights import (
     update_shard_from_peer,
 )
 from tests.weights.support import eventually, raw_file, tensor, write, write_index, write_sharded
+
+ALONE = "GPURT_TEST_ALONE"
+alone = pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of its own")
 
 CONTENT = {f"layers.{n}.w": tensor("U8", 300_000 + n, seed=n) for n in range(8)}
 ATTEMPTS = 3
@@ -227,6 +234,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         rig.driver.clear()
 
 
+@alone
 @pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 @pytest.mark.parametrize("case", CASES)
 async def test_no_cycle_is_left(rig: Rig, case: str) -> None:
@@ -240,6 +248,7 @@ async def test_no_cycle_is_left(rig: Rig, case: str) -> None:
     pytest.fail(f"left in cycles: {found}")
 
 
+@alone
 @pytest.mark.parametrize("text", BAD_HEADERS.values(), ids=BAD_HEADERS)
 def test_no_cycle_is_left_by_the_parsers(text: bytes) -> None:
     refused: list[str] = []
@@ -259,6 +268,7 @@ def test_no_cycle_is_left_by_the_parsers(text: bytes) -> None:
     _leaves_nothing(parse)
 
 
+@alone
 @pytest.mark.parametrize("text", [b'{"a": "%s', b'{"a": [%s', b'{"a": {"dtype": "%s"}}', b'{"__metadata__": ["%s"]}'])
 async def test_an_error_that_is_kept_keeps_no_document(rig: Rig, text: bytes) -> None:
     path = rig.file(raw_file(text % (b"1" * 20_000_000)))
@@ -273,6 +283,7 @@ async def test_an_error_that_is_kept_keeps_no_document(rig: Rig, text: bytes) ->
     assert caught.value.path == str(path)
 
 
+@alone
 def test_a_descriptor_and_a_file_leave_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "f", SMALL)
 
@@ -341,3 +352,12 @@ def _kind(each: object) -> str:
     if isinstance(each, types.FrameType):
         return f"frame of {each.f_code.co_name}"
     return f"{type(each).__name__} {each}" if isinstance(each, BaseException) else type(each).__name__
+
+
+@pytest.mark.wide
+def test_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+    environ = {**os.environ, ALONE: "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout

@@ -310,7 +310,7 @@ class Allocator:
 
     def holds(self, index: int, used: Collection[Block]) -> bool:
         """Whether the driver has memory of a device to take back besides ``used``."""
-        return any(block not in used for block in self._made[index])
+        return any(block not in used for block in list(self._made[index]))
 
     def free_unused(self, index: int, used: Collection[Block]) -> None:
         """Free every block of a device but those in ``used``, also one that never reached its user."""

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import weakref
 from asyncio import get_running_loop
 from collections import defaultdict
@@ -86,6 +87,8 @@ cancelled load ends, after each."""
 
 
 _MOST_BYTES: Final = sys.maxsize
+_COPIED: Final = frozenset({int, bytes})
+"""What copies return."""
 _PENDING: Final[Any] = CoroutineType
 """What ``DriverBackend._begin`` returns where there is something to wait for."""
 _OPEN: Final = OpeningState.OPEN  # looking a member up in its class takes 0.1 µs, and every call does it
@@ -153,6 +156,7 @@ class DriverBackend(GPUBackend):
         self._process = _process
         self._opening: Opening | None = None
         """The last one, whatever its state."""
+        self._choosing = threading.Lock()
         self._no_ledger = Ledger({})
         self._finalizer: weakref.finalize[[Opening], DriverBackend] | None = None
 
@@ -214,7 +218,14 @@ class DriverBackend(GPUBackend):
                 opening.begin_close()  # whoever had it left it behind
             else:
                 raise self._wrong_loop()
-        opening = self._opening = Opening(self.driver, loop, self._options, self.state_listeners, self._report)
+        ended, opening = opening, Opening(self.driver, loop, self._options, self.state_listeners, self._report)
+        with self._choosing:
+            first = self._opening is ended
+            if first:
+                self._opening = opening
+        if not first:  # another loop waited for the same end, and was quicker
+            await self.initialize()
+            return
         opening.start()
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -242,8 +253,8 @@ class DriverBackend(GPUBackend):
     async def _until_ended(self, opening: Opening) -> None:
         """Wait for an earlier opening to end: a library is never opened before its last close has returned."""
         hang_after = self._options.hang_after
+        opening.begin_close()  # where it could not begin before
         while not await opening.wait(lambda: opening.closed, hang_after):
-            opening.begin_close()  # unless it could not begin before
             held_up = opening.held_up_by()
             if held_up is not None:
                 raise BackendUnavailable(
@@ -274,7 +285,7 @@ class DriverBackend(GPUBackend):
                     timeout = max(0.0, timeout - (loop.time() - began)) if opened else 0.0
             if opening.state is OpeningState.OPEN:
                 opening.warn_leaks()
-            opening.begin_close()
+        opening.begin_close()  # also where it could not begin before
         await self._ended(opening, timeout)
 
     async def _ended(self, opening: Opening, timeout: float | None) -> None:
@@ -353,7 +364,8 @@ class DriverBackend(GPUBackend):
         if isinstance(job, Job):
             return self._finish(opening, job, operation)
         turn = opening.dispatch.turn
-        return _give_way(job) if turn.began is not None and turn.is_long() else job
+        # Only what was copied: a cancellation in that turn would lose a handle or a block, which somebody has to undo.
+        return _give_way(job) if turn.began is not None and type(job) in _COPIED and turn.is_long() else job
 
     async def _call(self, operation: str, prepare: Callable[..., Any], *args: Any) -> Any:
         """``_begin``, awaited."""

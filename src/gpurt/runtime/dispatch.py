@@ -166,6 +166,11 @@ class Dispatcher:
         duty.index = index
         self._order.submit(duty, self._known.get((index, name)) or self._find(index, name), chains)
 
+    @property
+    def has_control(self) -> bool:
+        """Whether the control lane has a thread."""
+        return self._known[CONTROL, "control"].lane.started
+
     def post_control(self, duty: Duty) -> None:
         """As ``impose`` on the control lane, which has run something already, without taking a lock: in the middle of
         a garbage collection."""

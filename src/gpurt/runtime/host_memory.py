@@ -267,10 +267,14 @@ class HostPool:
 
     def lend(self, block: Block, nbytes: int) -> HostBuffer:
         """A block that was taken or made, in its user's hands: it comes back by itself."""
-        memory = self._driver.host_memory(block.token) if self.pinned else block.token
-        with self._lock:
-            self._lent.add(block)
-        buffer = HostBuffer(memory[:nbytes], self.pinned, partial(self._give_back, block))
+        try:
+            memory = self._driver.host_memory(block.token) if self.pinned else block.token
+            with self._lock:
+                self._lent.add(block)
+            buffer = HostBuffer(memory[:nbytes], self.pinned, partial(self._give_back, block))
+        except BaseException:  # the driver's memory is none
+            self._returned.append(block)
+            raise
         self._buffers.add(buffer)
         return buffer
 

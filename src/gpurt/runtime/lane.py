@@ -137,6 +137,7 @@ class Lane(Executor):
             if self._stopping:
                 return
             self._stopping = True
+            self.started = False  # nobody may post past the end
             if self._thread is None:
                 self._stopped.set()
             else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, NoReturn
 
 from gpurt.driver import Driver
-from gpurt.errors import BackendClosed, BackendUnavailable, ReasonCode, text_of
+from gpurt.errors import BackendClosed, BackendUnavailable, GPUError, ReasonCode, text_of
 from gpurt.runtime.allocator import Allocator, Block, Ledger
 from gpurt.runtime.dispatch import CONTROL, Dispatcher
 from gpurt.runtime.handles import Allocation, HandleTable
@@ -108,6 +109,7 @@ class Opening:
         self._options = options
         self._listeners = listeners
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._driver_open = False
         self._disowned = False
         self._closer: Lane | None = None
@@ -138,6 +140,9 @@ class Opening:
     def start(self) -> None:
         """Open the driver on the control lane; returns at once."""
         self.dispatch.impose(Duty("open", lambda _: self._open()), CONTROL, "control")
+        if not self.dispatch.has_control:
+            self.failure = GPUError("no thread can be started in this process", hint="end some of its threads")
+            self.begin_close()
 
     def _open(self) -> None:
         """Control lane."""
@@ -382,7 +387,7 @@ class Opening:
 
     def forget(self) -> None:
         """Nobody holds the backend any more. In the middle of a garbage collection, so this takes no lock."""
-        if self.state is not OpeningState.OPEN:
+        if self.state is not OpeningState.OPEN or os.getpid() != self._pid:
             return
         live = list(self.handles)
         nbytes = sum(allocation.handle.size_bytes for allocation in live)
@@ -430,6 +435,7 @@ class Opening:
             dispatch.impose(Duty("close", lambda _: self.driver.close()), CONTROL, "control")
             dispatch.wait_idle()
         dispatch.stop()
+        self.host_pool.free_unused()  # ordinary memory, which is no driver's
         with self._lock:
             self.state = OpeningState.CLOSED
             closer, self._closer = self._closer, None

@@ -111,7 +111,7 @@ class Order:
             if job.blockers:
                 return
             if queue.pending < queue.max_pending and not queue.held and queue.lane.started and not self._closed:
-                # Nearly always. Nobody stops a lane before the order is closed, so this one takes the job.
+                # Nearly always. A lane that is stopped says that it has not started, and the slow way fails the job.
                 job.sent = True
                 queue.pending += 1
                 queue.lane.post(job)
