@@ -234,6 +234,8 @@ class Cluster:
         self._tasks[node] = self._group.create_task(work)
         async with asyncio.timeout(15):
             await ready.wait()
+        # Its first word may come after it is there.
+        await self.until(lambda: self.view.node(node) is not None)
         await self.until(lambda: self.node(node).discovery_status not in (None, "stale", "preview"))
         return self.workers[node]
 
